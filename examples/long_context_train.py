@@ -178,7 +178,7 @@ def keep_programs(folder: Path) -> None:
 
 
 type Report = Callable[[float], None]
-"""Told the loss of each step."""
+"""A callback that receives the loss of each step."""
 
 
 def train(

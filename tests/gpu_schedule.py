@@ -1,12 +1,13 @@
 """XLA's GPU schedule of MoBA over shared tokens, compiled on a machine without a GPU.
 
-Run in a process of its own, `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m tests.gpu_schedule`: JAX's CUDA plugin looks
-for GPUs when it is loaded, and this variable tells it not to. Prints JSON of forward and backward:
+Run in a separate process, `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m tests.gpu_schedule`. JAX's CUDA plugin looks for
+GPUs when it is loaded, unless this variable is set. Prints JSON for the forward and backward pass:
 
-- "ulysses", "gather": of the strategy on four GPUs, each asynchronous transfer in order: how many arrays it moves, and
-  how many kernels are issued before it is awaited;
-- "sorted": of "ulysses", how many fusions write a whole array of a GPU's tokens by their name: copies that sort heads;
-- "aliased": of two calls with the same keys, each launch that writes into operands: which these are.
+- "ulysses", "gather": for this strategy on four GPUs, the asynchronous transfers in order: the number of arrays, and
+  the number of kernels issued before the transfer is awaited;
+- "sorted": for "ulysses", the number of fusions, by name, that write a whole array of a GPU's tokens: copies that sort
+  heads;
+- "aliased": for two calls with the same keys, the operands that each launch writes into.
 """
 
 import functools
@@ -26,7 +27,7 @@ from blockdiag import ContextParallel, moba_attention
 from blockdiag.common.context_parallel import Strategy
 from blockdiag.interop import compile_target
 
-# What XLA's cost model wants to know of a GPU: an H200.
+# The properties of an H200 for XLA's cost model.
 GPU = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
@@ -49,7 +50,7 @@ def four_gpus() -> Mesh:
 
 
 def scheduled(mesh: Mesh, spec: P, attend: Callable[..., jax.Array], *shapes: tuple[int, ...]) -> str:
-    """The text of forward and backward on a mesh, instructions in the order in which they are issued."""
+    """Return the text of forward and backward on a mesh, with instructions in the order in which they are issued."""
 
     def gradients(*arrays: jax.Array) -> object:
         output, pull_back = jax.vjp(attend, *arrays)
@@ -64,7 +65,7 @@ def scheduled(mesh: Mesh, spec: P, attend: Callable[..., jax.Array], *shapes: tu
 
 
 def shared_tokens(strategy: Strategy, key_heads: int) -> str:
-    """MoBA over a sequence that four GPUs share."""
+    """Compile MoBA over a sequence shared by four GPUs."""
     mesh = four_gpus()
     context = ContextParallel("devices", strategy, mesh=mesh)
     attend = functools.partial(
@@ -75,7 +76,7 @@ def shared_tokens(strategy: Strategy, key_heads: int) -> str:
 
 
 def two_calls() -> str:
-    """MoBA of early and of late queries over the same packed keys, so that gradients of keys are sums."""
+    """Compile MoBA of early and of late queries over the same packed keys, whose gradients are sums."""
     tokens = 8192
     edges = [jnp.asarray(x, jnp.int32) for x in ([0, tokens // 2], [0, tokens // 2], [0, tokens])]
 
@@ -93,7 +94,7 @@ def two_calls() -> str:
 
 
 def transfers_of(program: str) -> list[tuple[int, int]]:
-    """Arrays of each asynchronous transfer of a program's entry computation, and kernels beside it."""
+    """Return, per asynchronous transfer of the entry computation, its numbers of arrays and overlapping kernels."""
     arrays, kernels = dict[str, int](), dict[str, int]()
     under_way: set[str] = set()
     for line in program[program.index("\nENTRY") :].splitlines():
@@ -113,7 +114,7 @@ def transfers_of(program: str) -> list[tuple[int, int]]:
 
 
 def sorting_copies(program: str, elements: int) -> dict[str, int]:
-    """Fusions of a program's entry computation that write one array of so many elements, by name without numbers."""
+    """Count the fusions in the entry computation that write one array of this size, by name without numbers."""
     counts = dict[str, int]()
     for line in program[program.index("\nENTRY") :].splitlines():
         found = re.match(r"\s+(?:ROOT )?%?([a-z_]+)[\w.\-]* = bf16\[([\d,]+)\]\S* fusion\(", line)
@@ -124,7 +125,7 @@ def sorting_copies(program: str, elements: int) -> dict[str, int]:
 
 
 def aliased_operands(program: str) -> list[list[str]]:
-    """The operands that each launch writes into."""
+    """Return the operands that each launch writes into."""
     found = []
     for line in program.splitlines():
         aliases = re.search(r"output_to_operand_aliasing=\{(.*?\{\}\))\}", line)

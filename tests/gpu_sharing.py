@@ -5,13 +5,13 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
-# A cap, not a reservation. The largest tests keep two pools of 2 GiB; a test that needs much more fails by itself
-# instead of taking the memory of the other processes.
+# This is a cap, not a reservation. The largest tests keep two pools of 2 GiB. A test that needs much more fails alone
+# and does not take the memory of other processes.
 MEMORY_FRACTION = "0.2"
 
 
 def count_listed_gpus() -> int:
-    """Count the GPUs of the driver without starting CUDA; 0 where there is none, or where GPUs are split by MIG."""
+    """Count the driver's GPUs without starting CUDA; 0 if there is none or GPUs are split by MIG."""
     if shutil.which("nvidia-smi") is None:
         return 0
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
@@ -21,8 +21,10 @@ def count_listed_gpus() -> int:
 
 
 def own_gpu_first(worker: str, gpus: list[str]) -> str:
-    """Return the visible GPUs of a worker, `gw3` for example: all of them, so that tests of several GPUs run in any
-    worker, in an order that gives each worker another first one, on which all other tests run."""
+    """Return all visible GPUs, in an order with a different first GPU for each worker, such as `gw3`.
+
+    Tests of several GPUs can run in any worker; all other tests run on the worker's first GPU.
+    """
     start = int(worker.removeprefix("gw")) % len(gpus)
     return ",".join(gpus[start:] + gpus[:start])
 
@@ -31,19 +33,19 @@ def sharing_settings(environment: Mapping[str, str], num_gpus: int) -> dict[str,
     """Return the environment variables to add for a test process.
 
     Args:
-        environment: the variables that are set; those of a user stay, except for the order of several GPUs.
-        num_gpus: GPUs of the machine.
+        environment: the environment variables; a user's own values stay, except for the order of several GPUs.
+        num_gpus: number of GPUs of the machine.
     """
     settings = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_FRACTION,
-        # XLA would choose the algorithms of products by timing them, which takes longer than most tests and, beside
-        # other processes, chooses differently from run to run.
+        # XLA would choose matrix product algorithms by timing them. That takes longer than most tests and, beside other
+        # processes, gives different choices in every run.
         "XLA_FLAGS": "--xla_gpu_autotune_level=0",
     }
     worker = environment.get("PYTEST_XDIST_WORKER")
     if worker is not None:
-        # Each worker would start a compile process and threads for each core.
+        # Otherwise each worker starts a compile process and threads for each core.
         settings |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     settings = {name: value for name, value in settings.items() if name not in environment}
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -54,6 +56,6 @@ def sharing_settings(environment: Mapping[str, str], num_gpus: int) -> dict[str,
 
 
 def share_gpus() -> None:
-    """Set the variables of this process, whose subprocesses inherit them."""
+    """Set the variables of this process and its subprocesses."""
     num_gpus = count_listed_gpus() if "PYTEST_XDIST_WORKER" in os.environ else 0
     os.environ.update(sharing_settings(os.environ, num_gpus))

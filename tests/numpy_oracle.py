@@ -1,4 +1,4 @@
-"""JAX functions by numpy, operation by operation: an oracle that no compiler has a part in, and waits for none."""
+"""Evaluation of JAX functions with NumPy, operation by operation: an oracle that involves no compiler."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from jax.extend import core
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-    """`function`, traced with `arguments`, as a function of such arrays; its results are numpy arrays."""
+    """Return `function`, traced with `arguments`, as a function of such arrays with NumPy results."""
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     structure = jax.tree.structure(shapes)
 
@@ -37,7 +37,7 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[np.ndarray]) -> list
 
 
 def _results(equation: Any, given: list[np.ndarray]) -> Sequence[Any]:
-    """What an equation computes. Those that are rare, and divisions of integers, are left to JAX."""
+    """Return the results of an equation. Rare primitives and integer divisions are left to JAX."""
     name, params = equation.primitive.name, equation.params
     if name in _CALLS:
         return _evaluate(params[_CALLS[name]], given)
@@ -48,7 +48,7 @@ def _results(equation: Any, given: list[np.ndarray]) -> Sequence[Any]:
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation whose parameters say nothing of its result."""
+    """Return the rule of an operation whose parameters do not affect its result."""
     return lambda *given, **_: function(*given)
 
 
@@ -58,7 +58,7 @@ def _broadcast(x: np.ndarray, *, shape: tuple[int, ...], broadcast_dimensions: t
 
 
 def _dot(left: np.ndarray, right: np.ndarray, *, dimension_numbers: Any, **_: Any) -> np.ndarray:
-    """As a product of matrices [shared, free, summed] and [shared, summed, free]."""
+    """Compute a dot product as a product of matrices [shared, free, summed] and [shared, summed, free]."""
     (left_summed, right_summed), (left_shared, right_shared) = dimension_numbers
     left_free = [axis for axis in range(left.ndim) if axis not in (*left_summed, *left_shared)]
     right_free = [axis for axis in range(right.ndim) if axis not in (*right_summed, *right_shared)]
@@ -77,7 +77,7 @@ def _select(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     return np.choose(which.astype(int), cases)
 
 
-# Where the jaxpr of a call is.
+# The parameter that holds the jaxpr of a call.
 _CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": _plain(np.add),

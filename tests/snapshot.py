@@ -1,14 +1,14 @@
-"""Snapshots of what the compilers make, for changes that must not change it: moves of modules, new names.
+"""Snapshots of compiler results, for changes that must not affect them, such as moved modules and new names.
 
-The machine code of every kernel that the tests compile (PTX without debug lines, comments and names of kernels):
+Record the machine code of every kernel that the tests compile (PTX without debug lines, comments and kernel names):
 
     python -m pytest -p tests.snapshot --kernel-snapshot before ...
 
-What `explain` says of the gallery's variants and of random functions:
+Record the results of `explain` for the gallery's variants and for random functions:
 
     python -m tests.snapshot explain before/explain.txt
 
-Which lines two snapshots do not share:
+Compare two snapshots line by line:
 
     python -m tests.snapshot compare before after
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 
 RANDOM_FUNCTIONS = 200
 SHOWN = 20
-"""Lines of a kind that `compare` prints."""
+"""Maximum number of differing lines of each kind that `compare` prints."""
 
 
 def pytest_addoption(parser) -> None:
@@ -59,7 +59,7 @@ def machine_code_hash(ptx: str, name: str) -> str:
 
 
 def explanations() -> Iterator[str]:
-    """Say what `explain` finds in every variant of the gallery and in random functions."""
+    """Yield the results of `explain` for every variant of the gallery and for random functions."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -86,13 +86,13 @@ def explanations() -> Iterator[str]:
 
 
 def lines_of(folder: Path) -> set[str]:
-    """Read the lines of a snapshot, with the folders of files left out, which moves change."""
+    """Return the lines of a snapshot without the folders of files, which moves change."""
     lines = (line for file in sorted(folder.iterdir()) for line in file.read_text().splitlines())
     return {re.sub(r"\S*/(\w+\.py)", r"\1", line) for line in lines}
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print the lines that only one of two snapshots has; return how many these are."""
+    """Print the lines that only one of two snapshots has, and return their number."""
     first, second = lines_of(before), lines_of(after)
     for title, lines in (("only before", first - second), ("only after", second - first)):
         print(f"{title}: {len(lines)} of {len(first | second)}")

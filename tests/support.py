@@ -1,6 +1,6 @@
-"""Shared code of tests of the operation: cases, an exact result computed by loops, allowed errors.
+"""Shared code of tests of block-diagonal attention: cases, an exact result computed by loops, allowed errors.
 
-`exact_attention` is independent of the library: numpy, float64, one block and one head at a time.
+`exact_attention` is independent of the library: NumPy, float64, one block and one head at a time.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ RESULTS = ("output", "query gradient", "key gradient", "value gradient")
 
 
 def to_array(x: Any, dtype: Any = None) -> jax.Array:
-    """`x` as an array of JAX, rounded by numpy: `jnp.asarray` compiles a program for every shape and dtype."""
+    """Return `x` as a JAX array, rounded by NumPy: `jnp.asarray` compiles a program for each shape and dtype."""
     return jax.device_put(np.asarray(x) if dtype is None else np.asarray(x).astype(jnp.dtype(dtype)))
 
 
 def runnable_implementations() -> list[str]:
-    """Names of the implementations that can run in this process, interpreters included."""
+    """Return the names of the implementations that can run in this process, including interpreters."""
     return [
         name
         for name, implementation in BLOCK_DIAGONAL.implementations.items()
@@ -35,7 +35,7 @@ def runnable_implementations() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows [start, start + length) of the flattened token axis; `position` is that of the first row."""
+    """Rows [start, start + length) of the flattened token axis; `position` is the position of the first row."""
 
     start: int
     length: int
@@ -44,7 +44,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryCase:
-    """Which tables a case has and how they are read."""
+    """The tables of a case, and how they are read."""
 
     tables: Literal["position", "explicit", "token"] = "position"
     interleaved: bool = False
@@ -54,10 +54,10 @@ class RotaryCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of the operation, by its shapes and options.
+    """One call of the operation, described by shapes and options.
 
-    `layout` says how `lengths` are meant: as equal sequences of a batch, as sequences packed by offsets, or as blocks
-    packed by lengths. `padding` rows follow the last sequence.
+    `layout` determines the meaning of `lengths`: equal sequences of a batch, sequences packed by offsets, or blocks
+        packed by lengths. `padding` rows follow the last sequence.
     """
 
     lengths: tuple[int, ...]
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def blocks(self) -> list[Block]:
-        """Every block that has rows."""
+        """Return every block that has rows."""
         blocks, start = [], 0
         for length in self.lengths:
             blocks += [
@@ -94,7 +94,7 @@ class Case:
 
     @property
     def packing(self) -> dict[str, np.ndarray]:
-        """The arguments that describe the packing."""
+        """Return the arguments that describe the packing."""
         if self.layout == "offsets":
             return {"sequence_offsets": np.cumsum([0, *self.lengths], dtype=np.int32)}
         if self.layout == "lengths":
@@ -102,14 +102,14 @@ class Case:
         return {}
 
     def operands(self, seed: int = 0) -> tuple[jax.Array, ...]:
-        """Random query, key, value and cotangent of the output."""
+        """Return random query, key, value and cotangent of the output."""
         generator = np.random.default_rng(seed)
         heads = (self.query_heads, self.key_heads, self.key_heads, self.query_heads)
         arrays = (generator.normal(size=(*self.tokens_shape, n, self.head_dim)) for n in heads)
         return tuple(to_array(x.astype(np.float32), self.dtype) for x in arrays)
 
     def rotary_arguments(self, seed: int = 1) -> Rotary | None:
-        """Random tables (cos² + sin² is not 1) and positions."""
+        """Return random tables (cos² + sin² is not 1) and positions."""
         if self.rotary is None:
             return None
         generator = np.random.default_rng(seed)
@@ -129,7 +129,7 @@ class Case:
         )
 
     def table_rows(self, rotary: Rotary) -> np.ndarray:
-        """Row of the flattened tables for every token."""
+        """Return the row of the flattened tables for every token."""
         if self.rotary.tables == "token":
             return np.arange(self.tokens)
         if self.rotary.tables == "explicit":
@@ -140,7 +140,7 @@ class Case:
         return rows
 
     def attend(self, implementation: str | None, **more: Any) -> Callable[..., jax.Array]:
-        """The operation on query, key and value."""
+        """Return the operation as a function of query, key and value."""
         return functools.partial(
             block_diagonal_attention,
             block_size=self.block_size,
@@ -153,31 +153,31 @@ class Case:
         )
 
     def results(self, implementation: str | None, seed: int = 0) -> tuple[jax.Array, ...]:
-        """Output and gradients of query, key and value."""
+        """Return the output and the gradients of query, key and value."""
         return compiled_call(self, implementation)(*self.operands(seed))
 
 
 @functools.cache
 def compiled_call(case: Case, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
-    """From operands to output and gradients; compiled once for all operands and tests."""
+    """Return a function from operands to output and gradients, compiled once for all operands and tests."""
     return compiled_quickly(functools.partial(value_and_gradients, case.attend(implementation)))
 
 
 def compiled_quickly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit` without expensive optimisation: most of a test's time is compilation."""
+    """Return `jax.jit` of a function without expensive optimisations: compilation dominates the time of tests."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(function, compiler_options=options)
 
 
 def value_and_gradients(function: Callable[..., jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Output of `function` on all operands but the last, and their gradients for the last, the output's cotangent."""
+    """Return the output of `function` and the gradients of its operands; the last operand is the output's cotangent."""
     *inputs, cotangent = operands
     output, pull_back = jax.vjp(function, *inputs)
     return output, *pull_back(cotangent)
 
 
 def exact_attention(case: Case, operands: Sequence[Any]) -> tuple[np.ndarray, ...]:
-    """Output and gradients of query, key and value in float64, block by block and head by head."""
+    """Return the output and the gradients of query, key and value in float64, block by block and head by head."""
     query, key, value, cotangent = (
         np.asarray(x).astype(np.float64).reshape(case.tokens, *x.shape[-2:]) for x in operands
     )
@@ -211,7 +211,7 @@ def exact_attention(case: Case, operands: Sequence[Any]) -> tuple[np.ndarray, ..
 
 
 def _exact_rotations(case: Case) -> tuple[np.ndarray | None, ...]:
-    """For query, key and value: a matrix for each token, [tokens, H, H], or None."""
+    """Return, for query, key and value, a rotation matrix for each token, [tokens, H, H], or None."""
     if case.rotary is None:
         return None, None, None
     rotary = case.rotary_arguments()
@@ -234,13 +234,13 @@ def _turn(x: np.ndarray, matrices: np.ndarray | None, back: bool = False) -> np.
 
 
 def naive_attention(case: Case, operands: Sequence[Any]) -> tuple[np.ndarray, ...]:
-    """Output and gradients of a dense computation in the case's own dtype: the error that people live with today."""
+    """Return output and gradients of a dense computation in the case's own dtype."""
     dtype = np.asarray(operands[0]).dtype
     *inputs, cotangent = (np.asarray(x).reshape(case.tokens, *x.shape[-2:]) for x in operands)
     rotations = [None if matrix is None else matrix.astype(dtype) for matrix in _exact_rotations(case)]
 
     def turn(x: np.ndarray, matrix: np.ndarray | None, back: bool = False) -> np.ndarray:
-        # Products of 16-bit numbers are sums in float32.
+        # Products of 16-bit numbers are summed in float32.
         wide = None if matrix is None else matrix.astype(np.result_type(dtype, np.float32))
         return _turn(x.astype(np.result_type(dtype, np.float32)), wide, back).astype(dtype)
 
@@ -261,10 +261,10 @@ def naive_dense_attention(
     cotangent: np.ndarray,
     log_sum_cotangent: np.ndarray | float = 0.0,
 ) -> tuple[np.ndarray, ...]:
-    """Output, log-sum-exp and gradients of query, key and value by a matrix of all scores, bool [(N,) T, S].
+    """Return output, log-sum-exp and gradients of query, key and value, from a mask of all scores, bool [(N,) T, S].
 
-    In numpy, where a new shape needs no compilation. Products and what lies between them are rounded to the dtype of
-    the operands, as a compiler does that keeps sums and a softmax in float32.
+    Computed in NumPy, so that new shapes need no compilation. Products and intermediate results are rounded to the
+    dtype of the operands, as by a compiler that keeps sums and the softmax in float32.
     """
     dtype = query.dtype
     wide = np.result_type(dtype, np.float32)
@@ -317,20 +317,20 @@ def _dense_mask(case: Case) -> np.ndarray:
 
 
 def largest_error(actual: Any, exact: np.ndarray) -> float:
-    """Largest absolute difference, in float64; infinite where `actual` has a NaN."""
+    """Return the largest absolute difference in float64; infinite if `actual` has a NaN."""
     difference = np.abs(np.asarray(actual).astype(np.float64) - exact)
     return math.inf if np.isnan(difference).any() else float(difference.max(initial=0.0))
 
 
 def assert_accurate(case: Case, actual: Sequence[Any], operands: Sequence[jax.Array]) -> None:
-    """Each result may err at most twice as much as the naive computation, plus two units in the last place."""
+    """Assert that each result errs by at most twice the naive computation's error, plus two units in the last place."""
     exact = exact_attention(case, operands)
     naive = naive_attention(case, operands) if case.tokens else exact
     for name, result, true, rough in zip(RESULTS, actual, exact, naive, strict=True):
         assert result.shape == true.shape, name
         assert result.dtype == operands[0].dtype, name
         unit = float(jnp.finfo(result.dtype).eps) * np.abs(true).max(initial=0.0)
-        # What is exactly 0, such as the query gradient of a one-row block, may be a float32 rounding away from it.
+        # An exact 0, such as the query gradient of a one-row block, may be off by a float32 rounding error.
         unit += 16 * float(jnp.finfo(jnp.float64 if result.dtype == jnp.float64 else jnp.float32).eps)
         allowed = 2 * largest_error(rough, true) + 2 * unit
         error = largest_error(result, true)

@@ -1,4 +1,4 @@
-"""The gallery as a page of the documentation: each variant's code, the tiles it visits, its kernels, its times."""
+"""The documentation page of the gallery: each variant's code, visited tiles, kernels and times."""
 
 import inspect
 import re
@@ -20,7 +20,7 @@ PAGE, PICTURES = "gallery.md", "gallery"
 PASSES = ("fwd", "fwd+bwd")
 NOT_MEASURED = "-"
 
-# Kernels may depend on the GPU that they are planned for.
+# Launch plans may depend on the GPU.
 _ARCHITECTURE = 90
 
 _INTRODUCTION = """\
@@ -28,27 +28,32 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m benchmarks gallery-page`: change it there. -->
 
-Each function is plain `jax.numpy` and goes to [`fuse`](fusion.md) as it stands, with the gradients of all floating
-arguments. `blockdiag.fusion.gallery` has them all, with inputs.
+Each function is plain `jax.numpy`. [`fuse`](fusion.md) compiles it unchanged, with the gradients of all floating-point
+arguments. `blockdiag.fusion.gallery` has these functions, and samples inputs for them.
 
-- Pictures show which tiles of scores are visited (dark), queries downwards and keys to the right, of the first sequence
-  and head; there is none where all are. Pictures and kernels are those of {tokens:,} tokens in bfloat16, with heads
-  of {head_dim}.
-- Kernels: lines of generated Triton, and of Hopper's own kernels after those that they replace, forward / backward;
-  printed by `explain(function)(*args).source`.
-- Times are of `jax.jit` of the fused function, and the factor is how many times as long XLA takes for the same function
-  as it stands, in the same process; "backward" is the function with all its gradients. {where}
+- **Pictures** show the tiles of scores that are visited (dark) for the first sequence and head: queries downwards, keys
+  to the right. A variant that visits all tiles has no picture. Pictures and kernels are for {tokens:,} tokens in
+  bfloat16 and a head dimension of {head_dim}.
+- **Kernels** are counted in lines of generated Triton, forward / backward. A kernel for Hopper follows the kernel that
+  it replaces there. `explain(function)(*args).source` prints all of them.
+- **Times** are of `jax.jit` of the fused function; "backward" is the function with all its gradients. The factor is
+  XLA's time for the same function without `fuse`, in the same process, over the fused function's time.
+
+{where}
 """
 
 
 def explanation_of(variant: Variant) -> Explanation:
-    """What `fuse` finds in a variant at the sizes of the page, as it would be planned for Hopper."""
+    """Return the explanation of a variant at the page's sizes, planned for Hopper."""
     with jax.default_device(jax.devices("cpu")[0]), compile_target(_ARCHITECTURE):
         return explain(variant.scaled)(**variant.make_inputs(jax.random.key(0), SHOWN))
 
 
 def heading_of(variant: Variant) -> str:
-    """What does not depend on the compiler: name, note and code. The fence is one that is not run as an example."""
+    """Return the parts that do not depend on the compiler: name, note and code.
+
+    The fence is `py`, because tests run the examples in `python` fences.
+    """
     code = textwrap.dedent(inspect.getsource(variant.function)).strip()
     options = ", ".join(f"`{name}={value}`" for name, value in variant.options.items())
     note = f"{variant.note} Shown and timed with {options}." if options else variant.note
@@ -56,7 +61,7 @@ def heading_of(variant: Variant) -> str:
 
 
 def times_of(rows: Sequence[GalleryTiming], name: str) -> str:
-    """The cells of a variant's times: inputs, forward, forward and backward."""
+    """Return the cells of a variant's times: inputs, forward, forward and backward."""
     found = {row.pass_name: row for row in rows if row.variant == name}
     shape = next((row.shape for row in found.values() if row.ours_ms is not None), NOT_MEASURED)
     return " | ".join([shape, *(_time(found.get(pass_name)) for pass_name in PASSES)])
@@ -69,14 +74,14 @@ def _time(row: GalleryTiming | None) -> str:
 
 
 def section_of(variant: Variant, explanation: Explanation, rows: Sequence[GalleryTiming]) -> str:
-    """A variant's part of the page."""
+    """Return a variant's section of the page."""
     lines = [heading_of(variant)]
     lines += ["| tiles skipped | kernels, lines | timed with | forward | backward |", "|---|---|---|---|---|"]
     lines += [f"| {_skipped(explanation)} | {_kernels(explanation)} | {times_of(rows, variant.name)} |", ""]
     if picture_of(explanation) is not None:
         lines += [f"![Tiles of {variant.name}]({PICTURES}/{variant.name}.png)", ""]
     reasons = dict.fromkeys(row.note for row in rows if row.variant == variant.name and row.note)
-    # Of a place in the source, the file's name is enough.
+    # File names are shown without their folders.
     refused = [f"Not fused: {re.sub(r'/[^ :]*/', '', explanation.reason)}."] if explanation.reason else []
     lines += [f"{reason}\n" for reason in (*refused, *(f"Times: {reason}." for reason in reasons))]
     return "\n".join(lines)
@@ -90,7 +95,7 @@ def _skipped(explanation: Explanation) -> str:
 
 
 def _kernels(explanation: Explanation) -> str:
-    """Lines of each kernel, "39 / 45 + 40"; forward kernels of several regions are added too."""
+    """Return the lines of each kernel, such as "39 / 45 + 40"; "+" also joins forward kernels of several regions."""
     if explanation.reason is not None:
         return NOT_MEASURED
     declined = [region.declined for region in explanation.regions if region.declined]
@@ -102,12 +107,12 @@ def _kernels(explanation: Explanation) -> str:
 
 
 def picture_of(explanation: Explanation) -> RegionReport | None:
-    """The region whose tiles are drawn: the first one that skips any."""
+    """Return the region whose tiles are drawn: the first one that skips any."""
     return next((region for region in explanation.regions if region.skipped), None)
 
 
 def draw_tiles(region: RegionReport, path: Path) -> None:
-    """The tiles of the first batch index as a small PNG file, the same bytes each time."""
+    """Write the tiles of the first batch index as a small PNG file, with the same bytes each time."""
     figure, (axis,) = new_figure(1, 2.0, 2.0)
     region.plot(axis)
     axis.set_xticks([0, region.sizes["k"]])
@@ -118,7 +123,7 @@ def draw_tiles(region: RegionReport, path: Path) -> None:
 
 
 def page_of(explanations: Mapping[str, Explanation], rows: Sequence[GalleryTiming]) -> str:
-    """The page of the variants that are explained, by group."""
+    """Return the page of the explained variants, by group."""
     parts = [_INTRODUCTION.format(tokens=SHOWN.query_tokens, head_dim=SHOWN.head_dim, where=_where(rows))]
     for group, variants in GROUPS.items():
         shown = [variant for variant in variants if variant.name in explanations]
@@ -128,20 +133,21 @@ def page_of(explanations: Mapping[str, Explanation], rows: Sequence[GalleryTimin
 
 
 def _where(rows: Sequence[GalleryTiming]) -> str:
-    """Where times were measured, and the median of the factors."""
+    """Return where times were measured, and the median of the factors."""
     if not rows:
-        return "None were measured yet."
+        return "No times have been measured yet."
     row = rows[-1]
-    text = f"Measured on an {row.device} in {row.dtype}, with jax {row.jax} and triton {row.triton}, {dates_of(rows)}."
+    text = f"Times were measured on an {row.device} in {row.dtype}, with jax {row.jax} and triton {row.triton}, "
+    text += f"{dates_of(rows)}."
     for pass_name, name in zip(PASSES, ("forward", "backward"), strict=True):
         factors = [one.speed_up for one in rows if one.pass_name == pass_name and one.speed_up is not None]
         if factors:
             text += f" Median of {len(factors)} factors, {name}: {statistics.median(factors):.1f}."
-    return text
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def recorded_times(path: Path) -> list[GalleryTiming]:
-    """Rows of the device that was measured last; none where there is no file."""
+    """Return the rows of the device that was measured last; none if there is no file."""
     rows: list[GalleryTiming] = read_rows(path, GalleryTiming) if path.exists() else []
     return [row for row in rows if row.device == rows[-1].device]
 
@@ -149,7 +155,7 @@ def recorded_times(path: Path) -> list[GalleryTiming]:
 def write_gallery(
     folder: Path, rows: Sequence[GalleryTiming], names: Sequence[str], *, say: Callable[[str], None] = print
 ) -> Path:
-    """Write the page of some variants, and their pictures; pictures that the page does not show are deleted.
+    """Write the page of some variants and their pictures, and delete pictures that the page does not show.
 
     Returns:
         The page's path.

@@ -1,4 +1,4 @@
-"""Pictures of which query sees which key, from the operations themselves: their weights, routings and tile lists."""
+"""Pictures of the operations' masks, computed from their weights, routings and tile lists."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ MOBA_TOKENS = 256
 TOP_K = 4
 _HEAD_DIM = 64
 
-# Kernels may depend on the GPU that they are planned for.
+# Launch plans may depend on the GPU.
 _ARCHITECTURE = 90
 _FUSED = Sizes(
     batch=1, rows=2, query_tokens=4096, key_tokens=4096, query_heads=2, key_heads=1, head_dim=64, value_dim=64,
@@ -37,13 +37,13 @@ FUSED_NAMES = {
 
 @dataclass(frozen=True)
 class Mask:
-    """A picture of one operation.
+    """A picture of one operation's mask.
 
     Attributes:
-        title: above it.
-        seen: bool [queries, keys], or of tiles of them.
-        extent: queries and keys that it spans.
-        lines: where sequences or blocks begin.
+        title: the text above it.
+        seen: bool [queries, keys], or one element per tile.
+        extent: the numbers of queries and keys.
+        lines: the starts of sequences or blocks.
     """
 
     title: str
@@ -53,11 +53,11 @@ class Mask:
 
 
 def weights_of(attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], key: jax.Array) -> np.ndarray:
-    """Attention weights [T, T] of one head, read from its results: each value has rows of the identity.
+    """Return the attention weights [T, T] of one head, read from results whose values are rows of the identity.
 
     Args:
-        attend: causal or not, of query, key and value [T, 1, H].
-        key: the keys, and the queries too.
+        attend: attention of query, key and value [T, 1, H], causal or not.
+        key: both the keys and the queries.
     """
     tokens, _, width = key.shape
     identity = jnp.eye(tokens, dtype=jnp.float32)[:, None, :]
@@ -68,7 +68,7 @@ def weights_of(attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], k
 
 @functools.cache
 def packed_mask(*, is_causal: bool) -> Mask:
-    """Block-diagonal attention of packed sequences."""
+    """Return the mask of block-diagonal attention of packed sequences."""
     tokens = OFFSETS[-1]
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -84,7 +84,7 @@ def packed_mask(*, is_causal: bool) -> Mask:
 
 @functools.cache
 def moba_mask() -> Mask:
-    """MoBA over keys that drift through topics and come back to them."""
+    """Return the mask of MoBA for keys that drift through topics and return to them."""
     walk = np.random.default_rng(0).normal(0.0, 0.12, MOBA_TOKENS).cumsum()
     centre = _HEAD_DIM * (0.5 + 0.4 * np.sin(walk))
     topics = np.exp(-0.5 * ((np.arange(_HEAD_DIM) - centre[:, None]) / 4.0) ** 2)
@@ -100,7 +100,7 @@ def moba_mask() -> Mask:
 
 @functools.cache
 def fused_mask(name: str) -> Mask:
-    """Tiles that the fused kernels of a variant of the gallery visit."""
+    """Return the tiles that the fused kernels of a gallery variant visit."""
     variant = VARIANTS[name]
     with jax.default_device(jax.devices("cpu")[0]), compile_target(_ARCHITECTURE):
         region = explain(variant.scaled)(**variant.make_inputs(jax.random.key(0), _FUSED)).regions[0]
@@ -109,7 +109,7 @@ def fused_mask(name: str) -> Mask:
 
 
 def draw_mask(axis: Any, mask: Mask, theme: Theme) -> None:
-    """Seen pairs dark, queries downwards and keys to the right."""
+    """Draw visible pairs dark, queries downwards and keys to the right."""
     from matplotlib.colors import ListedColormap
 
     queries, keys = mask.extent
@@ -134,11 +134,11 @@ def draw_mask(axis: Any, mask: Mask, theme: Theme) -> None:
 
 @dataclass(frozen=True)
 class Pool:
-    """Where the pages of some sequences lie.
+    """The pages of some sequences in a pool.
 
     Attributes:
-        owner: which sequence has each page, -1 is none, int [rows, columns].
-        place: the page's number within its sequence.
+        owner: int [rows, columns], the sequence of each page, or -1.
+        place: int [rows, columns], the page's number within its sequence.
     """
 
     owner: np.ndarray
@@ -146,7 +146,7 @@ class Pool:
 
 
 def page_pool(lengths: Sequence[int], rows: int, columns: int) -> Pool:
-    """Pages of sequences at random places of a pool, as in the benchmark."""
+    """Return a pool with the sequences' pages at random positions, as in the benchmark."""
     places = np.random.default_rng(1).permutation(rows * columns)
     owner = np.full(rows * columns, -1)
     place = np.zeros(rows * columns, int)
@@ -159,7 +159,7 @@ def page_pool(lengths: Sequence[int], rows: int, columns: int) -> Pool:
 
 
 def draw_pool(axis: Any, pool: Pool, theme: Theme) -> None:
-    """A cell for each page in the colour of its sequence, with its number within it."""
+    """Draw a cell for each page, in the colour of its sequence and with its number within the sequence."""
     from matplotlib.colors import ListedColormap
 
     colours = [theme.faint, theme.ours, theme.series[1], theme.series[2], theme.series[3]]
@@ -183,12 +183,12 @@ def draw_pool(axis: Any, pool: Pool, theme: Theme) -> None:
 
 
 def example_pool() -> Pool:
-    """Four sequences in a pool of 64 pages."""
+    """Return four sequences in a pool of 64 pages."""
     return page_pool((14, 9, 17, 6), 8, 8)
 
 
 def draw_masks(theme: Theme) -> Any:
-    """All masks on one page."""
+    """Draw all masks in one figure."""
     masks = [packed_mask(is_causal=False), packed_mask(is_causal=True), moba_mask()]
     masks += [fused_mask(name) for name in FUSED_NAMES]
     figure, axes = new_figure(4, 9.0, 5.5, rows=2)

@@ -1,4 +1,4 @@
-"""The README's picture: what each of the four operations computes, and what it takes beside others."""
+"""README's picture: the masks of the four operations, and their times beside those of other implementations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class Race:
-    """One workload of one operation.
+    """Times of one workload of one operation.
 
     Attributes:
-        title: what is computed.
+        title: the call.
         unit: of the times.
-        times: by implementation, None where it could not.
-        floor: the least that the hardware allows, at rates of the same run.
+        times: by implementation, None if it does not fit into memory.
+        floor: the least time at the hardware's rates, measured in the same run.
     """
 
     title: str
@@ -52,10 +52,10 @@ class Race:
 def races(
     blocks: Sequence[Timing], moba: Sequence[MoBATiming], paged: Sequence[PagedTiming], fused: Sequence[FuseTiming]
 ) -> list[Race]:
-    """A typical workload of each operation, forward and backward where it has both.
+    """Return a typical workload of each operation, forward and backward where it has both.
 
     Raises:
-        NothingToDraw: when a time of this library is missing.
+        NothingToDraw: if a time of this library is missing.
     """
 
     def both(rows: Sequence[Timing] | Sequence[MoBATiming] | Sequence[FuseTiming], case: str, *names: str) -> Race:
@@ -86,7 +86,7 @@ def races(
 
 
 def draw_race(axis: Any, race: Race, theme: Theme) -> None:
-    """A bar per implementation, the floor as a line."""
+    """Draw a bar per implementation, and the floor as a line."""
     names = list(race.times)
     longest = max(time for time in race.times.values() if time is not None)
     for place, (name, time) in enumerate(race.times.items()):
@@ -116,7 +116,7 @@ def draw_overview(
     fused: Sequence[FuseTiming],
     theme: Theme,
 ) -> Any:
-    """Masks above, times below, a column per operation."""
+    """Draw the masks above and the times below, a column per operation."""
     found = races(blocks, moba, paged, fused)
     first = next(row for row in blocks if row.median_ms is not None)
     figure, axes = new_figure(4, 9.6, 4.9, rows=2)

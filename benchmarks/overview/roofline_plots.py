@@ -1,4 +1,4 @@
-"""The roofline: rate of every operation by its arithmetic intensity, under the roofs that the same runs measured."""
+"""Roofline plot: the rate of every operation by its arithmetic intensity, under the roofs measured in the same runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from benchmarks.harness.records import FuseTiming, MoBATiming, PagedTiming, Timi
 from benchmarks.paged.targets import NATIVE
 
 OURS = "triton"
-# TB/s and dense bfloat16 TFLOP/s of data sheets, by device name.
+# TB/s and dense bfloat16 TFLOP/s from data sheets, by device name.
 NOMINAL = {"NVIDIA H200": (4.8, 989.0)}
 
 
 @dataclass(frozen=True)
 class Point:
-    """A pass that was measured.
+    """A measured pass.
 
     Attributes:
         series: the operation.
-        intensity: useful FLOP for each byte that must move.
-        tflops: useful TFLOP over the time that was measured.
-        is_backward: whether gradients are part of it.
+        intensity: useful FLOP per compulsory byte.
+        tflops: useful TFLOP over the measured time.
+        is_backward: whether the pass includes gradients.
     """
 
     series: str
@@ -32,7 +32,7 @@ class Point:
 
 
 def block_diagonal_points(rows: Sequence[Timing]) -> list[Point]:
-    """Two products forward and five backward for each query and each key of its block."""
+    """Count two products forward and five backward for each query and each key of its block."""
     points = []
     for row in rows:
         if row.implementation == OURS and row.pass_name in ("fwd", "bwd") and row.median_ms and row.case in CASES:
@@ -46,7 +46,7 @@ def block_diagonal_points(rows: Sequence[Timing]) -> list[Point]:
 
 
 def counted_points(rows: Sequence[MoBATiming] | Sequence[FuseTiming], series: str) -> list[Point]:
-    """Rows that say what they cannot do without."""
+    """Return the points of rows that record their useful FLOP and compulsory bytes."""
     return [
         Point(
             series,
@@ -60,13 +60,13 @@ def counted_points(rows: Sequence[MoBATiming] | Sequence[FuseTiming], series: st
         and row.median_ms
         and row.useful_tflop
         and row.useful_gb
-        # Both passes together say nothing that forward and backward do not.
+        # Both passes together add nothing to forward and backward.
         and not (series == "MoBA" and row.pass_name == "fwd+bwd")
     ]
 
 
 def paged_points(rows: Sequence[PagedTiming]) -> list[Point]:
-    """Two products for each query and each key of its sequence."""
+    """Count two products for each query and each key of its sequence."""
     points = []
     for row in rows:
         if row.implementation == NATIVE and row.group in ("decode", "speculative") and row.median_us and row.read_gb:
@@ -83,10 +83,10 @@ def draw_roofline(
     fused: Sequence[FuseTiming],
     theme: Theme,
 ) -> Any:
-    """TFLOP/s over FLOP per byte, both axes logarithmic; filled marks are forward, hollow ones backward.
+    """Draw TFLOP/s over FLOP per byte, both axes logarithmic; filled marks are forward, hollow ones backward.
 
     Raises:
-        NothingToDraw: when the rows hold no measured roofs.
+        NothingToDraw: if the rows have no measured roofs.
     """
     copies = [row.copy_gb_per_s / 1e3 for row in (*blocks, *moba, *fused) if row.copy_gb_per_s]
     products = [row.matmul_tflops for row in (*blocks, *moba, *fused) if row.matmul_tflops]
@@ -157,6 +157,6 @@ def _pass_label(series: str, is_backward: bool) -> str:
 
 
 def _draw_roof(axis: Any, rate: float, peak: float, ends: tuple[float, float], **style: Any) -> None:
-    """The slope of a bandwidth in TB/s up to a peak in TFLOP/s, and the peak from there."""
+    """Draw the slope of a bandwidth in TB/s up to a peak in TFLOP/s, and the peak beyond."""
     corners = sorted({ends[0], min(peak / rate, ends[1]), ends[1]})
     axis.plot(corners, [min(rate * one, peak) for one in corners], **style)

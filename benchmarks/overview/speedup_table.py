@@ -1,4 +1,4 @@
-"""The README's table of speed-ups and its sentences on where others are faster, as Markdown, from the recorded rows."""
+"""README's tables of speed-ups, and of cases where other implementations are faster, from the recorded rows."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from benchmarks.overview.speedups import (
     slower_variants,
 )
 
-# What the table shows of each operation: the lines whose workload begins with one of these.
+# The workloads of each operation that the table shows.
 SHOWN = {
     "block diagonal": (
         "8 heads of 128",
@@ -52,10 +52,10 @@ TITLES = {
 def summary_section(
     blocks: Sequence[Timing], moba: Sequence[MoBATiming], paged: Sequence[PagedTiming], fused: Sequence[FuseTiming]
 ) -> str:
-    """A table of all four operations, and where it was measured.
+    """Return a table of all four operations, and where it was measured.
 
     Raises:
-        ValueError: when an operation was not measured.
+        ValueError: if an operation was not measured.
     """
     found = {
         "block diagonal": block_diagonal_speedups(blocks),
@@ -91,7 +91,7 @@ def _time(milliseconds: float) -> str:
 
 
 def _factor(factor: float) -> str:
-    """Two digits where one is not enough to tell a factor from 1."""
+    """Format a factor, with two decimals near 1."""
     return f"{factor:.1f}x" if factor >= 1.2 else f"{factor:.2f}x"
 
 
@@ -105,8 +105,8 @@ def _origin(results: Iterable[Sequence[Timing | MoBATiming | PagedTiming | FuseT
         f"{first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, torch {first.torch}, "
         f"{dates_of(measured)}; "
         "medians through `jax.jit` (paged decode: native launches in a CUDA graph), each result checked against "
-        "float64. The floor is what the compulsory bytes and products take at the rates of the same run. Of the others "
-        "the fastest of all that were measured on the same arrays is shown; * was recorded on an H200, not run here."
+        "float64. The floor is the time of the compulsory bytes and products at the rates of the same run. The fastest "
+        "other implementation measured on the same arrays is shown; * was recorded on an H200, not in the same run."
     )
 
 
@@ -117,7 +117,7 @@ def behind_section(
     fused: Sequence[FuseTiming],
     gallery: Sequence[GalleryTiming],
 ) -> str:
-    """Return a table of every measured figure that is behind another implementation's, and its count."""
+    """Return a table of every measured figure that is slower than another implementation's, and their count."""
     every = [
         *(one for name in ("fwd", "bwd", "fwd+bwd") for one in block_diagonal_speedups(blocks, name)),
         *(one for name in ("fwd", "bwd", "fwd+bwd") for one in moba_speedups(moba, name)),
@@ -140,11 +140,12 @@ def behind_section(
         for passes, factor in factors.items()
     ]
     if not rows:
-        return "No measured pass is behind another implementation."
+        return "No measured pass is slower than another implementation."
     variants = len({row.variant for row in gallery})
-    told = f"Of {count} measured passes {len(slower)} are behind the fastest other implementation"
-    told += f", and of {variants} gallery variants {len(slower_variants(gallery))} behind XLA." if variants else "."
-    return "\n".join([_filled(told), "", "| what | faster | its time over ours |", "|---|---|---|", *rows])
+    summary = f"Of {count} measured passes {len(slower)} are slower than the fastest other implementation"
+    summary += f", and of {variants} gallery variants {len(slower_variants(gallery))} slower than XLA"
+    lines = [_filled(f"{summary}."), "", "| case | faster implementation | its time over ours |", "|---|---|---|"]
+    return "\n".join([*lines, *rows])
 
 
 def _filled(text: str) -> str:

@@ -1,4 +1,4 @@
-"""How many times faster this library is than the fastest of the others, from the recorded rows; and where it is not."""
+"""Speed-ups of this library over the fastest other implementation, from the recorded rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from benchmarks.paged.cases import CACHE_LABELS
 OURS = "triton"
 NATIVE = "triton-torch"
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
-# Of this library: other launches, parts of it, and what is there for a CPU.
+# Implementations of this library: other launches, parts, and those for CPUs.
 _OWN = (OURS, NATIVE, "triton-rope-apart", "xla", "pallas", "reference")
 SAME = 0.99
-"""A factor from here on counts as no slower: runs differ by a percent."""
+"""Factors of at least this count as no slower, because runs differ by a percent."""
 
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """One workload.
+    """Times of one workload.
 
     Attributes:
-        operation, workload, passes: what was measured.
-        ours, floor: milliseconds; the floor is the least that the rates of the same run allow.
-        other: the fastest implementation that is not this library's, an entry of `LOOKS`; None where there is none.
+        operation, workload, passes: the measured call.
+        ours, floor: milliseconds; the floor is the least time at the rates of the same run.
+        other: the fastest implementation of other projects, a key of `LOOKS`, or None if none ran.
         other_ms: its milliseconds.
-        group: of fused functions, which function.
+        group: the function, if the operation is `fuse`.
     """
 
     operation: str
@@ -41,12 +41,12 @@ class SpeedUp:
 
     @property
     def factor(self) -> float | None:
-        """How many times as long the other takes."""
+        """The other implementation's time over this library's."""
         return None if self.other_ms is None else self.other_ms / self.ours
 
     @property
     def other_name(self) -> str:
-        """The other's name, with a star where it was not measured by the same run."""
+        """The other implementation's name, with a star if it was not measured in the same run."""
         if self.other is None:
             return "-"
         look = LOOKS[self.other]
@@ -54,7 +54,7 @@ class SpeedUp:
 
 
 def _is_comparable(name: str) -> bool:
-    """Whether a row's implementation is somebody else's, on the same GPU."""
+    """Return whether a row's implementation is another project's, on the same GPU."""
     return name not in _OWN and name in LOOKS and not name.endswith("-published")
 
 
@@ -67,7 +67,7 @@ def _fastest(rows: Iterable[Timing | MoBATiming | FuseTiming]) -> tuple[str | No
 
 
 def block_diagonal_speedups(rows: Sequence[Timing], pass_name: str = "fwd+bwd") -> list[SpeedUp]:
-    """A line per case."""
+    """Return the speed-up of each case."""
     found = []
     for case, workload in CASE_NAMES.items():
         here = [row for row in rows if row.case == case and row.pass_name == pass_name]
@@ -81,7 +81,7 @@ def block_diagonal_speedups(rows: Sequence[Timing], pass_name: str = "fwd+bwd") 
 
 
 def moba_speedups(rows: Sequence[MoBATiming], pass_name: str = "fwd+bwd") -> list[SpeedUp]:
-    """A line per case, beside whatever attends to the same arrays: MoBA of others, or all keys."""
+    """Return the speed-up of each case over other MoBA implementations, or dense attention, on the same arrays."""
 
     def shape(row: MoBATiming) -> tuple[int, ...]:
         return row.tokens, row.batch, row.query_heads, row.key_heads, row.head_dim
@@ -89,7 +89,7 @@ def moba_speedups(rows: Sequence[MoBATiming], pass_name: str = "fwd+bwd") -> lis
     found = []
     for ours in rows:
         if ours.implementation == OURS and ours.pass_name == pass_name and ours.median_ms:
-            # Dense attention stands with the first case of its shape; MoBA of others has the blocks of its own case.
+            # Dense attention is recorded with the first case of its shape; other MoBA depends on the case's blocks.
             beside = [
                 row
                 for row in rows
@@ -110,7 +110,7 @@ def _heads(row: MoBATiming) -> str:
 
 
 def paged_speedups(rows: Sequence[PagedTiming]) -> list[SpeedUp]:
-    """A line per workload, dtype of the cache and size of pages of group "decode", beside what reads pages too."""
+    """Return the speed-ups of group "decode" over other paged attention, by workload, cache dtype and page size."""
     decode = [row for row in rows if row.group == "decode" and row.median_us and row.page_size is not None]
     found = []
     for ours in decode:
@@ -130,9 +130,9 @@ def paged_speedups(rows: Sequence[PagedTiming]) -> list[SpeedUp]:
 
 
 def contiguous_factors(rows: Sequence[PagedTiming]) -> dict[str, float]:
-    """Times of dense attention to a contiguous bfloat16 cache over this library's to pages of 64, by workload.
+    """Return the time of dense attention to a contiguous bfloat16 cache over ours with pages of 64, by workload.
 
-    Of each workload the fastest implementation counts.
+    The fastest dense implementation of each workload counts.
     """
     decode = [row for row in rows if row.group == "decode" and row.median_us and row.cache == "bfloat16"]
     factors = {}
@@ -145,7 +145,7 @@ def contiguous_factors(rows: Sequence[PagedTiming]) -> dict[str, float]:
 
 
 def fuse_speedups(rows: Sequence[FuseTiming], pass_names: Sequence[str] = ("fwd+bwd",)) -> list[SpeedUp]:
-    """A line per case and pass."""
+    """Return the speed-up of each case and pass."""
     found = []
     for ours in rows:
         if ours.implementation == OURS and ours.pass_name in pass_names and ours.median_ms:
@@ -158,13 +158,13 @@ def fuse_speedups(rows: Sequence[FuseTiming], pass_names: Sequence[str] = ("fwd+
 
 
 def behind(found: Iterable[SpeedUp]) -> list[SpeedUp]:
-    """Where the fastest of the others is faster, the worst first."""
+    """Return the workloads in which another implementation is faster, the worst first."""
     slower = [one for one in found if one.factor is not None and one.factor < SAME]
     return sorted(slower, key=lambda one: one.factor or 0.0)
 
 
 def slower_variants(rows: Sequence[GalleryTiming]) -> Mapping[str, dict[str, float]]:
-    """Variants of the gallery that XLA computes faster as they stand: its time over the fused one's, by pass."""
+    """Return the gallery variants that are faster without `fuse`: XLA's time over the fused time, by pass."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         if row.speed_up is not None and row.speed_up < SAME:

@@ -1,13 +1,13 @@
-"""Writes the figures that README.md, benchmarks/README.md and pages of docs/ give, from the benchmark's CSV files.
+"""Write the benchmark figures in README.md, benchmarks/README.md and pages of docs/ from the CSV files.
 
 python -m benchmarks.overview.tables            # rewrites the sections of these pages between their markers
-python -m benchmarks.overview.tables --check    # fails if a section is not what the CSV files say
+python -m benchmarks.overview.tables --check    # fails if a section differs from the CSV files
 """
 
 import argparse
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 OURS = "triton"
 # The same compiled kernels, launched from torch.
 NATIVE = "triton-torch"
-# Column heading: the implementations of which the fastest that ran is compared with.
+# Column heading: the implementations; the column shows the fastest one that ran.
 BASELINES = {
     "FlashAttention 2": ("torch-fa2",),
     "cuDNN (torch)": ("torch-cudnn",),
@@ -44,7 +44,7 @@ type Times = Mapping[tuple[str, str, str], Timing]
 
 
 def section(rows: Iterable[Timing]) -> str:
-    """The text between the markers: a table, and where and how it was measured."""
+    """Return the text of benchmarks/README.md between the markers: a table, and where and how it was measured."""
     times: Times = {(row.case, row.pass_name, row.implementation): row for row in rows if row.median_ms is not None}
     cases = [case for case in CASES if (case, "fwd", OURS) in times and (case, "bwd", OURS) in times]
     if not cases:
@@ -66,10 +66,10 @@ def section(rows: Iterable[Timing]) -> str:
 
 def _origin(row: Timing) -> str:
     text = (
-        "Time of a call through `jax.jit`, in brackets over the time that a copy of the same bytes takes; then how "
-        "many times faster forward and backward together are than what else computes the same (a dash: it cannot, or "
-        "did not run). 262,144 tokens; packed: 1152 sequences of 800 to 2000 tokens. Where there is rotary embedding, "
-        "the others rotate before they attend, in eager PyTorch or by XLA. "
+        "Times are of calls through `jax.jit`; brackets give the ratio to a copy of the same bytes. The other columns "
+        "are the speed-up of forward and backward together over other implementations; a dash marks one that does not "
+        "support the case or did not run. All cases have 262,144 tokens; packed ones have 1152 sequences of 800 to "
+        "2000 tokens. Other implementations apply rotary embedding before attention, in eager PyTorch or by XLA. "
         f"{row.device}, driver {row.driver}, jax {row.jax}, Triton {row.triton}, torch {row.torch}, {row.date}; "
         "medians, the implementations of a case interleaved in one process, by "
         "`python -m benchmarks block_diagonal`; [all figures](results/block_diagonal.csv)."
@@ -78,24 +78,24 @@ def _origin(row: Timing) -> str:
 
 
 def _spread(times: Times, cases: Iterable[str]) -> str:
-    """How far the samples lie apart, and what the same kernels take where the GPU's own clock times them."""
+    """Return the spread of the samples, and the same kernels' times by CUDA events relative to a copy."""
     rows = [times[case, name, OURS] for case in cases for name in ("fwd", "bwd")]
     natives = [native for row in rows if (native := times.get((row.case, row.pass_name, NATIVE))) is not None]
     text = (
-        "Calls of JAX are timed by the host's clock, and the middle three fifths of their samples lie within "
+        "JAX calls are timed with the host's clock; the middle three fifths of their samples lie within "
         f"{_largest_spread(rows):.0%} of the median."
     )
     if natives:
         ratios = ", ".join(f"{native.case} {native.pass_name} {native.ratio_to_floor:.2f}x" for native in natives)
         text += (
-            " The same compiled kernels, launched from torch and timed by CUDA events (within "
-            f"{_largest_spread(natives):.1%}): {ratios}."
+            " For the same compiled kernels, launched from torch and timed by CUDA events (samples within "
+            f"{_largest_spread(natives):.1%}), the ratios to a copy are: {ratios}."
         )
     return _filled(text)
 
 
 def _largest_spread(rows: Iterable[Timing]) -> float:
-    """Largest distance of a row's 20th or 80th percentile from its median, as a fraction of the median."""
+    """Return the largest distance of a row's 20th or 80th percentile from its median, as a fraction of the median."""
     return max(max(row.p80_ms - row.median_ms, row.median_ms - row.p20_ms) / row.median_ms for row in rows)
 
 
@@ -105,7 +105,7 @@ def _time(row: Timing) -> str:
 
 
 def _speed_up(times: Times, case: str, names: Iterable[str]) -> str:
-    """How many times faster than the fastest of `names`, forward and backward together; a dash where none ran."""
+    """Return the speed-up over the fastest of `names`, forward and backward together; a dash where none ran."""
     ours = _both_passes(times, case, OURS)
     others = [milliseconds for name in names if (milliseconds := _both_passes(times, case, name)) is not None]
     return "-" if ours is None or not others else f"{min(others) / ours:.1f}x"
@@ -116,7 +116,7 @@ def _both_passes(times: Times, case: str, name: str) -> float | None:
     return None if row is None else row.median_ms
 
 
-# MoBA: all lengths have the shape of the first case, two sequences but for the longest.
+# MoBA: all lengths have the shape of the first case; all but the longest have two sequences.
 MOBA_CASES = ("n8k", "n16k", "n32k", "n64k", "n128k")
 MOBA_LONGEST_CASE = "n512k_b1"
 MOBA_PASSES = ("routing", "fwd", "bwd", "fwd+bwd")
@@ -127,16 +127,16 @@ type MoBATimes = Mapping[tuple[str, str, str], MoBATiming]
 
 
 def moba_section(rows: Iterable[MoBATiming]) -> str:
-    """The text between the markers of docs/moba.md: time by length, and what it is compared with."""
+    """Return the text between the markers of docs/moba.md: times by length, beside those of other implementations."""
     times = _moba_times(rows)
     cases = [case for case in MOBA_CASES if all((case, name, OURS) in times for name in MOBA_PASSES)]
     if not cases:
         raise ValueError(f"the results hold no case with all times of {OURS!r}; run python -m benchmarks moba")
     first = times[cases[0], "fwd", OURS]
     origin = (
-        f"Causal attention, bfloat16, {_shape(first)}; medians in ms of `benchmarks/results/moba.csv`, forward with "
-        f"routing. {first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, {first.date}; "
-        "FlashMoBA as recorded on an H200:"
+        f"Causal attention, bfloat16, {_shape(first)}; medians in ms from `benchmarks/results/moba.csv`. The forward "
+        f"time includes routing. {first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, "
+        f"{first.date}; FlashMoBA was recorded on an H200, not in the same run:"
     )
     lines = [
         _filled(origin),
@@ -169,33 +169,36 @@ def _shape(row: MoBATiming) -> str:
 
 
 def _longest(times: MoBATimes) -> str | None:
-    """What one very long sequence takes, and how much of it is routing."""
+    """Return a sentence on the time of one very long sequence, and of its routing."""
     both, routing = (times.get((MOBA_LONGEST_CASE, name, OURS)) for name in ("fwd+bwd", "routing"))
     if both is None or routing is None:
         return None
     return (
-        f"{both.tokens:,} tokens of one sequence take {both.median_ms:.0f} ms, {routing.median_ms:.0f} of them for "
-        "routing, whose work grows with the square of the length."
+        f"One sequence of {both.tokens:,} tokens takes {both.median_ms:.0f} ms, of which routing takes "
+        f"{routing.median_ms:.0f} ms: its work grows with the square of the length."
     )
 
 
 def _over_dense(times: MoBATimes, cases: Iterable[str]) -> str | None:
-    """How many times as long dense attention takes, where it was measured: it may stand with another case."""
+    """Return a sentence on the time of dense attention relative to MoBA, or None if none was measured."""
     ratios = []
     for case in cases:
         ours = times[case, "fwd+bwd", OURS]
         dense = _dense_time(ours, times)
         if dense is not None:
-            ratios.append(f"{dense / ours.median_ms:.1f} times at {ours.tokens:,} tokens")
+            ratios.append(f"{dense / ours.median_ms:.1f} times as long at {ours.tokens:,} tokens")
     if not ratios:
         return None
-    return f"Dense attention by cuDNN takes longer, forward and backward together: {', '.join(ratios)}."
+    return f"Dense attention by cuDNN, forward and backward together, takes {', '.join(ratios)}."
 
 
 def _dense_time(ours: MoBATiming, times: MoBATimes) -> float | None:
-    """Milliseconds of dense attention over the same arrays, forward and backward; None where it was not measured."""
+    """Return the milliseconds of dense attention to the same arrays, forward and backward, or None if not measured.
+
+    Dense times may be recorded with another case that has the same arrays.
+    """
     names = ("tokens", "batch", "query_heads", "key_heads", "head_dim", "device")
-    # Rows of the same case come last, and so before others.
+    # Rows of the same case come last, so they take precedence.
     found = {
         row.pass_name: row.median_ms
         for row in sorted(times.values(), key=lambda row: row.case == ours.case)
@@ -206,7 +209,7 @@ def _dense_time(ours: MoBATiming, times: MoBATimes) -> float | None:
     return found["fwd"] + found["bwd"] if {"fwd", "bwd"} <= found.keys() else None
 
 
-# Paged decode: dtypes of the cache, sizes of pages, and what is compared with.
+# Paged decode: dtypes of the cache, page sizes, and the other implementations.
 CACHES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 PAGE_SIZES = (1, 16, 64)
 FLASHINFER = "flashinfer-recorded"
@@ -220,7 +223,7 @@ type PagedTimes = Mapping[tuple[str, str, str, int | None], PagedTiming]
 
 
 def decode_section(rows: Iterable[PagedTiming]) -> str:
-    """The text between the markers of docs/decode.md: tables of decode and of splits, and the other groups in words."""
+    """Return the tables between the markers of docs/decode.md."""
     timed = [row for row in rows if row.median_us is not None]
     times: PagedTimes = {
         (row.implementation, row.workload, row.cache, row.page_size): row for row in timed if row.group == "decode"
@@ -230,11 +233,12 @@ def decode_section(rows: Iterable[PagedTiming]) -> str:
         raise ValueError(f"the results hold no decode times of {NATIVE!r}; run python -m benchmarks paged")
     first = next(row for key, row in times.items() if key[0] == NATIVE)
     origin = (
-        f"One bfloat16 query of each sequence, {first.query_heads} heads and {first.key_heads} key heads of "
-        f"{first.head_dim}, pages in random order, none shared; medians in us of `benchmarks/results/paged.csv`, "
-        f"native launches replayed as CUDA graphs. {first.device}, driver {first.driver}, torch {first.torch}, "
-        f"Triton {first.triton}, {first.date}. The same run read 4 GiB at {first.read_tb_per_s:.2f} TB/s; the floor is "
-        "the cache read once at that rate. FlashInfer 0.7.2 as recorded on an H200:"
+        f"Each sequence has one bfloat16 query, {first.query_heads} heads and {first.key_heads} key heads of "
+        f"{first.head_dim}; pages are in random order and not shared. Times are medians in us from "
+        "`benchmarks/results/paged.csv`, of native launches replayed as CUDA graphs. "
+        f"{first.device}, driver {first.driver}, torch {first.torch}, Triton {first.triton}, {first.date}. The floor "
+        f"is the time to read the cache once at {first.read_tb_per_s:.2f} TB/s, the rate at which the same run read 4 "
+        "GiB. FlashInfer 0.7.2 was recorded on an H200, not in the same run:"
     )
     headings = [f"pages of {size}" for size in PAGE_SIZES]
     headings += ["TB/s, pages of 64", "floor", "through `jax.jit`", "FlashInfer, pages of 1 / 16 / 64"]
@@ -255,15 +259,9 @@ def decode_section(rows: Iterable[PagedTiming]) -> str:
                 flash = [times.get((FLASHINFER, workload, cache, size)) for size in PAGE_SIZES]
                 cells.append(" / ".join(map(_microseconds, flash)) if any(flash) else "-")
                 lines.append("| " + " | ".join(cells) + " |")
-    others = [
-        _dense_caches(times, workloads),
-        _short_caches(timed),
-        _drafts(timed),
-        _moba_decode(timed),
-        _appends(timed),
-    ]
-    for text in filter(None, others):
-        lines += ["", _filled(text)]
+    others = [_dense_caches(times, workloads), _short_caches(timed), _drafts(timed), _other_calls(timed)]
+    for table in filter(None, others):
+        lines += ["", *table]
     return "\n".join([*lines, *_splits_lines(timed)])
 
 
@@ -271,74 +269,95 @@ def _microseconds(row: PagedTiming | None) -> str:
     return "-" if row is None else f"{row.median_us:.1f}"
 
 
-def _dense_caches(times: PagedTimes, workloads: Iterable[str]) -> str | None:
-    """What attention without pages takes."""
-    found = []
-    for name, title in DENSE_CACHES.items():
-        rows = [
-            times[name, workload, "bfloat16", None]
-            for workload in workloads
-            if (name, workload, "bfloat16", None) in times
-        ]
-        if rows:
-            each = ", ".join(f"{row.median_us:.0f} us ({row.batch}, {row.kv_length:,})" for row in rows)
-            found.append(f"{title} {each}")
-    return f"On a contiguous cache of bfloat16, in the same process: {'; '.join(found)}." if found else None
+def _dense_caches(times: PagedTimes, workloads: Sequence[str]) -> list[str]:
+    """The table of dense attention to a contiguous cache: a row per implementation, a column per workload."""
+    rows = {
+        title: [times.get((name, workload, "bfloat16", None)) for workload in workloads]
+        for name, title in DENSE_CACHES.items()
+    }
+    rows = {title: row for title, row in rows.items() if any(row)}
+    if not rows:
+        return []
+    shapes = {key[1]: f"{row.batch}, {row.kv_length:,}" for key, row in times.items()}
+    return [
+        "Dense attention to a contiguous bfloat16 cache, in the same process, in us:",
+        "",
+        *_table(
+            ["sequences, keys of each", *(shapes[workload] for workload in workloads)],
+            [[title, *map(_microseconds, row)] for title, row in rows.items()],
+        ),
+    ]
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
+    return lines + ["| " + " | ".join(cells) + " |" for cells in rows]
 
 
 def _of_group(rows: Iterable[PagedTiming], group: str) -> list[PagedTiming]:
     return [row for row in rows if row.group == group and row.implementation == NATIVE]
 
 
-def _short_caches(rows: Iterable[PagedTiming]) -> str | None:
-    """One sequence with few keys, cache in the L2 and in memory."""
-    parts = []
-    for kind, where in (("in_l2", "where the cache is in the L2"), ("in_memory", "where it is not")):
-        found = [row for row in _of_group(rows, "short") if (row.cache, row.page_size) == ("bfloat16", 64)]
-        found = sorted((row for row in found if row.case.endswith(kind)), key=lambda row: row.kv_length)
-        if found:
-            times = ", ".join(f"{row.median_us:.1f} us for {row.kv_length:,} keys" for row in found)
-            parts.append(f"{times} {where}")
-    return f"One sequence, bfloat16, pages of 64: {'; '.join(parts)}." if parts else None
+def _short_caches(rows: Iterable[PagedTiming]) -> list[str]:
+    """The table of one sequence with few keys: its cache in the L2, and in memory."""
+    found = [row for row in _of_group(rows, "short") if (row.cache, row.page_size) == ("bfloat16", 64)]
+    lengths = sorted({row.kv_length for row in found})
+    cells = []
+    for kind, where in (("in_l2", "cache in the L2"), ("in_memory", "cache in memory")):
+        by_length = {row.kv_length: row for row in found if row.case.endswith(kind)}
+        if by_length:
+            cells.append([where, *(_microseconds(by_length.get(length)) for length in lengths)])
+    if not cells:
+        return []
+    headings = ["keys", *(f"{length:,}" for length in lengths)]
+    return ["One sequence with a bfloat16 cache, pages of 64, in us:", "", *_table(headings, cells)]
 
 
-def _drafts(rows: Iterable[PagedTiming]) -> str | None:
-    """Several queries of each sequence over one."""
+def _drafts(rows: Iterable[PagedTiming]) -> list[str]:
+    """The table of several queries for each sequence, relative to one query."""
     found = _of_group(rows, "speculative")
-    single = {(row.workload, row.cache): row.median_us for row in found if row.query_tokens == 1}
-    parts = [
-        f"{row.median_us / single[row.workload, row.cache]:.2f} times for T = {row.query_tokens} ({row.batch}, "
-        f"{row.kv_length:,}, {row.cache})"
-        for row in found
-        if row.query_tokens > 1 and (row.workload, row.cache) in single
+    single = {(row.workload, row.cache): row for row in found if row.query_tokens == 1}
+    counts = sorted({row.query_tokens for row in found if row.query_tokens > 1})
+    cells = []
+    for column, one in single.items():
+        several = {row.query_tokens: row for row in found if (row.workload, row.cache) == column}
+        ratios = [f"{several[count].median_us / one.median_us:.2f}x" if count in several else "-" for count in counts]
+        cells.append([f"{one.batch}, {one.kv_length:,}", one.cache, *ratios])
+    if not counts or not cells:
+        return []
+    headings = ["sequences, keys of each", "cache", *(f"T = {count}" for count in counts)]
+    return ["Time with T queries for each sequence, relative to one query:", "", *_table(headings, cells)]
+
+
+def _other_calls(rows: Iterable[PagedTiming]) -> list[str]:
+    """The table of decoding with MoBA, and of appending to the cache."""
+    rows = list(rows)
+    cells = [
+        [f"MoBA, blocks of 128, `top_k=8`, {row.kv_length:,} keys", row.cache, str(row.page_size), _microseconds(row)]
+        for row in _of_group(rows, "moba")
     ]
-    return f"Several queries of each sequence take, over one: {', '.join(parts)}." if parts else None
-
-
-def _moba_decode(rows: Iterable[PagedTiming]) -> str | None:
-    found = _of_group(rows, "moba")
-    parts = [f"{row.median_us:.1f} us ({row.cache}, pages of {row.page_size})" for row in found]
-    if not parts:
-        return None
-    return f"MoBA with blocks of 128 and `top_k=8` over {found[0].kv_length:,} keys: {', '.join(parts)}."
-
-
-def _appends(rows: Iterable[PagedTiming]) -> str | None:
-    found = _of_group(rows, "append")
-    scales = {"none": "", "head": ", given scales", "token": ", scales of each token"}
-    parts = [f"{row.median_us:.1f} us ({row.cache}{scales[row.scales]}, pages of {row.page_size})" for row in found]
-    return f"Appending one token to each of {found[0].batch} sequences: {', '.join(parts)}." if parts else None
+    scales = {"none": "", "head": ", scales given", "token": ", scales of each token"}
+    cells += [
+        [
+            f"append one token to each of {row.batch} sequences",
+            f"{row.cache}{scales[row.scales]}",
+            str(row.page_size),
+            _microseconds(row),
+        ]
+        for row in _of_group(rows, "append")
+    ]
+    return ["Other calls:", "", *_table(["call", "cache", "page size", "us"], cells)] if cells else []
 
 
 def _splits_lines(rows: Iterable[PagedTiming]) -> list[str]:
-    """The table of splits: a column for each workload and cache, what the library chooses in brackets."""
+    """Return the table of splits: a column for each workload and cache, the library's choice in brackets."""
     found = _of_group(rows, "splits")
     columns = list(dict.fromkeys((row.workload, row.cache) for row in found))
     if not columns:
         return []
     first = {column: next(row for row in found if (row.workload, row.cache) == column) for column in columns}
     headings = [f"{row.batch}, {row.kv_length:,}, {row.cache}" for row in first.values()]
-    lines = ["", "By splits, in us, pages of 64; in brackets what the library chooses:", ""]
+    lines = ["", "Time by number of splits, in us, pages of 64; the library's choice is in brackets:", ""]
     lines += ["| splits | " + " | ".join(headings) + " |", "|---" * (len(headings) + 1) + "|"]
     for splits in sorted({row.splits for row in found}):
         here = {(row.workload, row.cache): row for row in found if row.splits == splits and not row.is_chosen}
@@ -351,7 +370,7 @@ def _splits_lines(rows: Iterable[PagedTiming]) -> list[str]:
     return lines
 
 
-# Fused functions: what stands beside them.
+# Fused functions: the columns of the table.
 FUSE_COLUMNS = {
     OURS: "`fuse`",
     "torch-flex": "FlexAttention",
@@ -362,7 +381,7 @@ FUSE_COLUMNS = {
 
 
 def fuse_section(rows: Iterable[FuseTiming]) -> str:
-    """The text between the markers of docs/speed.md: forward, and both passes, of every case."""
+    """Return the text between the markers of docs/speed.md: forward, and both passes, of every case."""
     rows = list(rows)
     times = {(row.case, row.pass_name, row.implementation): row for row in rows if row.median_ms is not None}
     ours = {row.case: row for row in rows if (row.case, "fwd", OURS) in times and row.implementation == OURS}
@@ -373,9 +392,10 @@ def fuse_section(rows: Iterable[FuseTiming]) -> str:
     if others != dates:
         dates = f"{dates} (some other columns earlier, {others} in all)"
     origin = (
-        "Milliseconds, forward / forward and backward, medians of `benchmarks/results/fuse.csv`; batch x tokens, query "
-        "heads/key heads of 64. The floor is the longer of what the products and the compulsory bytes take at the "
-        "rates of the same run. A dash: it did not fit, cannot, or was not run. "
+        "Times are medians in milliseconds from `benchmarks/results/fuse.csv`: forward / forward and backward. Cases "
+        "are batch x tokens, query heads/key heads of 64. The floor is the longer of the times of the products and of "
+        "the compulsory bytes, at the rates of the same run. A dash marks a case that did not fit into memory, is not "
+        "supported, or was not run. "
         f"{first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, torch {first.torch}, "
         f"{dates}, bfloat16."
     )
@@ -403,12 +423,12 @@ def _filled(text: str) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page that is generated.
+    """A generated section of a page.
 
     Attributes:
-        page: the file that holds it, between `<!-- name:start -->` and `<!-- name:end -->`.
+        page: the file that has it, between `<!-- name:start -->` and `<!-- name:end -->`.
         sources: the CSV files and the types of their rows.
-        write: makes the text of the rows of each.
+        write: returns the text for the rows of each file.
     """
 
     page: Path
@@ -433,20 +453,20 @@ SECTIONS = (
 
 
 def with_section(page: str, name: str, text: str) -> str:
-    """`page` with `text` between the markers of section `name`."""
+    """Return `page` with `text` between the markers of section `name`."""
     start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
     if page.count(start) != 1 or page.count(end) != 1 or page.index(end) < page.index(start):
-        raise ValueError(f"the page must hold {start} and then {end} once each; put them back")
+        raise ValueError(f"the page must have {start} and then {end} once each; put them back")
     before, rest = page.split(start)
     return f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}"
 
 
 def generate() -> dict[Path, str]:
-    """Every page with its sections as the results have them."""
+    """Return every page with its sections written from the results."""
     pages: dict[Path, str] = {}
     for one in SECTIONS:
         page = pages.get(one.page) or one.page.read_text(encoding="utf-8")
-        # What was not measured yet has an empty section.
+        # Sections without results are empty.
         is_measured = all(path.exists() for path in one.sources)
         text = one.write(*(read_rows(path, kind) for path, kind in one.sources.items())) if is_measured else ""
         pages[one.page] = with_section(page, one.name, text)
@@ -454,7 +474,7 @@ def generate() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Rewrites or checks the pages."""
+    """Rewrite or check the pages."""
     parser = argparse.ArgumentParser(description="Write the figures of the documentation from the CSV files.")
     parser.add_argument("--check", action="store_true", help="fail if a page is not up to date; write nothing")
     options = parser.parse_args(arguments)
@@ -462,7 +482,7 @@ def main(arguments: list[str]) -> None:
         if not options.check:
             path.write_text(wanted, encoding="utf-8")
         elif wanted != path.read_text(encoding="utf-8"):
-            sys.exit(f"{path.name} is not what the results say; run python -m benchmarks.overview.tables")
+            sys.exit(f"{path.name} differs from the results; run python -m benchmarks.overview.tables")
 
 
 if __name__ == "__main__":

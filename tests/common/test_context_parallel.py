@@ -360,7 +360,7 @@ def test_tokens_that_devices_do_not_divide_are_refused_with_the_length_to_pad_to
 def test_what_does_not_serve_block_diagonal_attention_is_refused():
     mesh = make_mesh("explicit", (1, 4))
     with jax.set_mesh(mesh):
-        with pytest.raises(ValueError, match="'gather' does not serve `block_diagonal_attention`"):
+        with pytest.raises(ValueError, match="'gather' does not support `block_diagonal_attention`"):
             block_diagonal(ContextParallel("model", "gather"), *(shard(mesh, x, P()) for x in operands(1)))
         with pytest.raises(ValueError, match=r"the 4 devices .* batched sequences of 512 tokens, 128 here"):
             few = operands(1, key_heads=2, query_heads=6)
@@ -412,7 +412,7 @@ def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
 @pytest.mark.parametrize(
     ("context", "change", "message"),
     [
-        (ContextParallel("absent"), {}, r"names the axis 'absent', and the mesh has \['data', 'model'\]"),
+        (ContextParallel("absent"), {}, r"names the axis 'absent', but the mesh has \['data', 'model'\]"),
         (
             ContextParallel("model", "ulysses"),
             {"key_heads": 3, "query_heads": 6},
@@ -452,7 +452,7 @@ def test_sharded_axes_of_an_automatic_mesh_that_nobody_names_are_gathered_with_a
 
 
 def test_automatic_mesh_that_nobody_names_is_refused():
-    with pytest.raises(ValueError, match=r"and the mesh has none; call inside `jax.set_mesh\(mesh\)`"):
+    with pytest.raises(ValueError, match=r"but the mesh has none; call inside `jax.set_mesh\(mesh\)`"):
         moba(ContextParallel("model"), *operands(1))
 
 
@@ -465,7 +465,7 @@ def test_ring_is_refused_by_what_it_does_not_serve():
     context, mesh = ContextParallel("model", "ring"), make_mesh("explicit", (1, 4))
     arrays = [shard(mesh, x, P()) for x in operands(1)]
     with jax.set_mesh(mesh):
-        with pytest.raises(ValueError, match=r"'ring' serves `fuse` alone, not MoBA; use strategy='gather', or 'ulys"):
+        with pytest.raises(ValueError, match=r"'ring' supports only `fuse`, not MoBA; use strategy='gather', or 'ulys"):
             moba(context, *arrays)
         with pytest.raises(ValueError, match=r"not `block_diagonal_attention`; leave it None, or use 'ulysses'"):
             block_diagonal(context, *arrays)

@@ -23,7 +23,7 @@ _PROGRAMS = ("block_diagonal", "moba", "key_convolution", "paged", "fuse, causal
 
 
 def run_programs() -> dict[str, Any]:
-    """How many programs the compilation cache had and had not, and sums of the results."""
+    """Return the hits and misses of the compilation cache, and sums of the results."""
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     mesh, results = make_mesh("automatic"), {}
@@ -39,7 +39,7 @@ def run_programs() -> dict[str, Any]:
 
 
 def all_digests() -> dict[str, list[str]]:
-    """The digests of each call, in the order of tracing."""
+    """Return the digests of each call, in the order of tracing."""
     found: dict[str, list[str]] = {}
 
     def record(name: str, rule: Rule) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Calls on arrays that four devices share, compared with the same calls on one device."""
+"""Calls on arrays sharded over four devices, compared with the same calls on one device."""
 
 import contextlib
 from collections.abc import Callable
@@ -13,24 +13,24 @@ from benchmarks.devices.measure import count_collectives
 from tests.ops.op_calls import OpCall
 
 KINDS = ("automatic", "explicit")
-"""Kinds of meshes: what `jax.sharding.Mesh` makes, and what `jax.make_mesh` does."""
+"""The kinds of meshes: automatic (`jax.sharding.Mesh`) and explicit (`jax.make_mesh`)."""
 
 HEAD_AXES = {
     "query": -2, "key": -2, "value": -2, "outputs": -2, "log_sums": -1, "slopes": 0, "key_scale": -1, "centroids": -2,
     "key_pages": -2, "value_pages": -2, "pages": -2,
 }  # fmt: skip
-"""Which axis of the arrays of `op_calls` heads are, by the array's name."""
+"""The head axis of each array of `op_calls`, by the array's name."""
 
 
 def make_mesh(kind: str, shape: tuple[int, int] = (2, 2)) -> Mesh:
-    """The first devices."""
+    """Return a mesh of the first devices."""
     devices = jax.devices()[: shape[0] * shape[1]]
     kinds = (AxisType.Auto if kind == "automatic" else AxisType.Explicit,) * 2
     return Mesh(np.asarray(devices).reshape(shape), ("data", "model"), axis_types=kinds)
 
 
 def shard(mesh: Mesh, x: jax.Array, spec: P) -> jax.Array:
-    """An array that the mesh's devices share."""
+    """Return an array sharded over the mesh."""
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
@@ -43,16 +43,16 @@ def assert_divides(
     atol: float = 1e-5,
     shape: tuple[int, int] = (2, 2),
 ) -> Any:
-    """Assert that shards give what one device gives, with these collectives and no others.
+    """Assert that a sharded call gives the results of one device, with these collectives and no others.
 
     Args:
-        function: of the arrays, by name.
-        arrays: on one device.
-        specs: of the arrays that are sharded; the others are on all devices.
-        kind: of the mesh.
-        collectives: of the compiled program; none unless given.
+        function: function of the arrays, by name.
+        arrays: the arrays on one device, by name.
+        specs: the specs of the sharded arrays; the others are on all devices.
+        kind: the kind of the mesh.
+        collectives: the expected collectives of the compiled program; none by default.
         atol: largest difference, relative to the largest element.
-        shape: of the mesh.
+        shape: the shape of the mesh.
 
     Returns:
         The results of the shards.
@@ -72,12 +72,12 @@ def assert_divides(
 
 
 def batch_specs(call: OpCall, axes: Any, whole: tuple[str, ...] = ()) -> dict[str, P]:
-    """Specs that shard the axis of every array that grows with the batch.
+    """Return specs that shard the axis of every array that grows with the batch.
 
     Args:
         call: the call.
-        axes: of the mesh.
-        whole: names of arrays that all devices have, though they grow with the batch.
+        axes: the mesh axes.
+        whole: names of arrays that grow with the batch but are on all devices.
     """
     found = {}
     small, large = call.types(4), call.types(8)
@@ -89,14 +89,14 @@ def batch_specs(call: OpCall, axes: Any, whole: tuple[str, ...] = ()) -> dict[st
 
 
 def head_specs(call: OpCall, axes: Any, names: tuple[str, ...] | None = None) -> dict[str, P]:
-    """Specs that shard the heads of these arrays; of all that have heads unless names are given."""
+    """Return specs that shard the heads of these arrays, by default of all arrays with heads."""
     shapes = {name: x.shape for name, x in call.types(4).items()}
     wanted = [name for name in shapes if name in HEAD_AXES and (names is None or name in names)]
     return {name: P(*[None] * (HEAD_AXES[name] % len(shapes[name])), axes) for name in wanted}
 
 
 def both(first: dict[str, P], second: dict[str, P]) -> dict[str, P]:
-    """Specs that shard what either does; no axis is in both."""
+    """Return specs that shard the axes that either one shards; no axis may be in both."""
     found = dict(first)
     for name, spec in second.items():
         one = (*first.get(name, P()),)

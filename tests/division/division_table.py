@@ -1,11 +1,11 @@
-"""The table of operations, meshes and transformations in docs/several_gpus.md, from the tests that show them.
+"""The table of operations, meshes and transformations in docs/several_gpus.md, generated from tests.
 
-A test says what it shows by the marker `division`: columns of the table, which may be names of its parameters in
+A test declares its cells by the marker `division`: columns of the table, which may contain names of its parameters in
 braces. The operation is its parameter `name`, a call of `op_calls`, and the mesh its parameter `kind`, unless the
 marker has `operation=` and `kind=`.
 
     python -m tests.division.division_table            runs the tests and writes the table of those that pass
-    python -m tests.division.division_table --check    fails where the page has another table than the tests
+    python -m tests.division.division_table --check    fails if the page differs from the tests
 """
 
 import argparse
@@ -41,12 +41,12 @@ type Cell = tuple[str, str, str]
 
 
 def cells_of(item: pytest.Item) -> list[Cell]:
-    """What a test shows.
+    """Return the cells that a test declares.
 
     Raises:
-        ValueError: its marker names an operation, a column or a mesh that the table has not.
+        ValueError: its marker names an operation, a column or a mesh that the table does not have.
     """
-    from tests.ops.op_calls import CALLS  # after pytest has started, which rewrites the assertions of some plugins
+    from tests.ops.op_calls import CALLS  # pytest must start first, because it rewrites the assertions of some plugins
 
     params = getattr(item, "callspec", None)
     given = dict(params.params) if params is not None else {}
@@ -67,7 +67,7 @@ def cells_of(item: pytest.Item) -> list[Cell]:
 
 
 def table_of(cells: Iterable[Cell]) -> str:
-    """The table in Markdown: for each operation and column the meshes."""
+    """Return the table in Markdown, with the meshes of each operation and column."""
     shown = set(cells)
     lines = [f"| operation | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for operation in dict.fromkeys(OPERATIONS.values()):
@@ -80,13 +80,13 @@ def table_of(cells: Iterable[Cell]) -> str:
 
 
 def with_table(page: str, table: str) -> str:
-    """The text of the page with another table."""
+    """Return the text of the page with its table replaced."""
     start, end = "<!-- division:start -->", "<!-- division:end -->"
     return re.sub(f"{start}.*{end}", lambda _: f"{start}\n{table}\n{end}", page, flags=re.DOTALL)
 
 
 class Recorder:
-    """Plugin of pytest that keeps what tests show: those that are collected, and those that pass."""
+    """Pytest plugin that records the cells of collected tests and of those that pass."""
 
     def __init__(self) -> None:
         self.cells: dict[str, list[Cell]] = {}
@@ -95,7 +95,7 @@ class Recorder:
         self.failed: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep only tests with the marker, and what these show: every cell is shown by a test of `./do test`."""
+        """Keep only tests with the marker, and record their cells. Every cell comes from a test of `./do test`."""
         items[:] = [
             item
             for item in items
@@ -105,7 +105,7 @@ class Recorder:
         self.collected.update(cell for cells in self.cells.values() for cell in cells)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep what a test shows that has passed."""
+        """Record the cells of a test that has passed."""
         if report.when == "call" and report.passed:
             self.passed.update(self.cells.get(report.nodeid, ()))
         elif report.failed:
@@ -114,8 +114,8 @@ class Recorder:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the table, or check it."""
-    parser = argparse.ArgumentParser(description="the table of docs/several_gpus.md, from tests")
-    parser.add_argument("--check", action="store_true", help="fail where the page has another table")
+    parser = argparse.ArgumentParser(description="Write the table of docs/several_gpus.md from tests.")
+    parser.add_argument("--check", action="store_true", help="fail if the page's table differs from the tests")
     is_check = parser.parse_args(arguments).check
     recorder = Recorder()
     files = [str(x) for x in sorted(Path(__file__).parents[1].rglob("test_*.py")) if "mark.division" in x.read_text()]
@@ -128,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not is_check:
         PAGE.write_text(wanted)
     elif text != wanted:
-        sys.exit("docs/several_gpus.md has another table than tests show; run python -m tests.division.division_table")
+        sys.exit(
+            "the table of docs/several_gpus.md differs from the tests; run python -m tests.division.division_table"
+        )
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ def test_table_has_the_meshes_of_each_operation_and_column():
 
 
 def test_other_table_is_refused(monkeypatch, tmp_path):
-    """Nothing is collected here, so that the page has more than tests show."""
+    """No test is collected here, so that the page claims more than the tests show."""
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
     monkeypatch.setattr("tests.division.division_table.PAGE", page)
     monkeypatch.setattr(pytest, "main", lambda *_, **__: 0)
-    with pytest.raises(SystemExit, match="has another table than tests show"):
+    with pytest.raises(SystemExit, match="differs from the tests"):
         main(["--check"])

@@ -158,7 +158,7 @@ def test_axes_of_two_labels_are_divided():
 
 
 def test_labels_whose_sizes_are_unknown_are_named():
-    with pytest.raises(ValueError, match=r"does not tell the sizes of \['b', 't'\]; reshape an array"):
+    with pytest.raises(ValueError, match=r"does not determine the sizes of \['b', 't'\]; reshape an array"):
         weighted(
             arrays()["x"].reshape(20, 2, 16), arrays()["weights"], sharding_rule="(b t) h _, h -> (b t) h _",
             divided_labels="b",

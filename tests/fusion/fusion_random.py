@@ -19,13 +19,13 @@ type Change = Callable[[Any, Arrays], Any]
 
 
 class Attention:
-    """A random attention function: `function(arrays)`, of `arrays` by name.
+    """A random attention function, called as `function(arrays)` with arrays by name.
 
-    Labels: b, n, r batch axes, of which n are heads; q queries, k keys, h features, v columns of values.
+    Labels: b, n, r are batch axes, of which n is heads; q queries, k keys, h features, v columns of values.
 
     Attributes:
-        draws: what was chosen.
-        arrays: arguments, of float64 where they are floats.
+        draws: the random choices.
+        arrays: the arguments; floats are float64.
     """
 
     def __init__(self, seed: int, simplest: Iterable[str] = ()) -> None:
@@ -54,7 +54,7 @@ class Attention:
         self.ends = [self._end(f"end {i}") for i in range(draw("ends", (0, 0, 1, 2)))]
 
     def __call__(self, given: Arrays) -> Any:
-        """The result."""
+        """Compute the result."""
         scores = self.scores(given)
         for change in self.changes:
             scores = change(scores, given)
@@ -70,7 +70,7 @@ class Attention:
         return result
 
     def guarded(self, given: Arrays, is_exact: bool = False) -> Any:
-        """The result where rows that see no key are 0; if exact, without casts between products and softmax."""
+        """Compute the result with 0 in rows that see no key; if exact, without casts between products and softmax."""
         self.is_guarded, self.is_exact = True, is_exact
         try:
             return self(given)
@@ -78,7 +78,7 @@ class Attention:
             self.is_guarded = self.is_exact = False
 
     def _array(self, name: str, labels: str, low: int | None = None, high: int = 0) -> str:
-        """A new argument, of floats, or of integers from `low` to `high`."""
+        """Add an argument of floats, or of integers from `low` to `high`, and return its name."""
         shape = [self.sizes[x] for x in labels]
         numbers = self.draws.numbers(f"{name} numbers")
         self.arrays[name] = (
@@ -87,7 +87,7 @@ class Attention:
         return name
 
     def _floats(self, name: str, labels: str) -> Callable[[Arrays], Any]:
-        """A new argument of floats with these axes, where scores have them."""
+        """Add a float argument with these axes, and return its reader, which aligns it with the axes of scores."""
         own = self.draws.mixed(f"{name} axes", labels)
         self._array(name, own)
         return lambda given: placed(given[name], own, self.labels)
@@ -109,7 +109,7 @@ class Attention:
     # Products.
 
     def _keys(self, name: str, last: str) -> Callable[[Arrays], tuple[Any, str]]:
-        """Keys or values: with all batch axes, without some, or with fewer heads, that are repeated."""
+        """Return keys or values with all batch axes, without some of them, or with fewer heads that are repeated."""
         draw = self.draws
         left = draw(f"{name} without", ("", "", "", *self.batch))
         labels = draw.mixed(f"{name} layout", "".join(x for x in self.batch if x != left) + "k" + last)
@@ -338,7 +338,7 @@ class Attention:
     # Masks.
 
     def _mask(self, name: str) -> Callable[[Arrays], Any]:
-        """A mask, with axes where scores have them."""
+        """Return a mask whose axes are placed among those of scores."""
         draw = self.draws
         sizes = self.sizes
         over = draw(f"{name} of", ("", *self.batch))
@@ -422,7 +422,7 @@ class Attention:
     # Weights.
 
     def _weights(self) -> Callable[[Any, Arrays], tuple[Any, Any]]:
-        """Weights of scores, and what the result is to be divided by."""
+        """Return the function from scores to weights and the divisor of the result."""
         draw = self.draws
         kind = draw(
             "weights",
@@ -484,7 +484,7 @@ class Attention:
         return jnp.where(empty, 0, jax.nn.softmax(jnp.where(empty, 0, scores), axis=axis))
 
     def _map(self, name: str) -> Change:
-        """Something linear of weights."""
+        """Return a linear function of weights."""
         draw = self.draws
         kind = draw(name, ("constant", "factor", "cast", "distance", "float32", "nan_to_num"))
         if kind == "factor":
@@ -520,7 +520,7 @@ class Attention:
         return product
 
     def _end(self, name: str) -> Change:
-        """What is done to the result."""
+        """Return an operation on the result."""
         draw = self.draws
         kind = draw(name, ("scale", "gate", "residual", "cast", "projection", "transpose", "tanh", "sum"))
         labels = self.result

@@ -1,4 +1,4 @@
-"""Random layers of many forms: dropout, weights over heads, log-sum-exps, and others that `FORMS` names."""
+"""Random layers of many forms: dropout, weights over heads, log-sum-exps, and the others in `FORMS`."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,7 @@ from tests.fusion.fusion_random_parts import hidden, placed, with_sink
 from tests.fusion.fusion_random_places import among, moved, of_pixels
 
 KEPT = "kept"
-"""Where a function is given which weights stay, it draws none."""
+"""The argument with the weights that dropout keeps; a function that receives it draws none."""
 RATE = 0.4
 
 
@@ -20,9 +20,9 @@ class Form:
     """A layer of one form: a function of arrays by name that returns a tuple of arrays.
 
     Attributes:
-        layer: what it is made of.
-        name: of the form.
-        is_returned: the mask of dropout is one more result.
+        layer: the shared parts of the layer.
+        name: the name of the form.
+        is_returned: whether the dropout mask is another result.
     """
 
     def __init__(self, seed: int, name: str = "", simplest: Iterable[str] = (), is_tiny: bool = False) -> None:
@@ -32,17 +32,17 @@ class Form:
         self.function = FORMS[self.name](self.layer)
 
     def __call__(self, given: Arrays) -> tuple[Any, ...]:
-        """Results."""
+        """Compute the results."""
         results = self.function(given)
         return results if self.is_returned else tuple(x for x in results if x.dtype != bool)
 
     def guarded(self, given: Arrays) -> tuple[Any, ...]:
-        """Results with rows of 0 where a query sees no key."""
+        """Compute the results with 0 in rows that see no key."""
         with self._as(is_guarded=True):
             return self(given)
 
     def exact(self, given: Arrays) -> tuple[Any, ...]:
-        """The same, without casts."""
+        """Compute the results of `guarded` without casts."""
         with self._as(is_guarded=True, is_exact=True):
             return self(given)
 
@@ -56,13 +56,13 @@ class Form:
 
 
 def plain(layer: Layer) -> Function:
-    """Masks and biases, a softmax."""
+    """Return attention with masks, biases and a softmax."""
     weights, product = layer.weights(), layer.product()
     return lambda given: (product(weights(given), given),)
 
 
 def dropped(layer: Layer) -> Function:
-    """Dropout of weights, of scores or of exponentials, and its mask as one more result."""
+    """Return attention with dropout of weights, scores or exponentials, whose mask is another result."""
     draw = layer.draws
     scores, masked, product = layer.scores(), layer.masked(sees="nothing"), layer.product()
     layer.argument("seed", "", 0, 1000)
@@ -105,7 +105,7 @@ def dropped(layer: Layer) -> Function:
 
 
 def by_hand(layer: Layer, scores: Any) -> tuple[Any, Any]:
-    """Exponentials less the largest, and their sum, which is 1 of a row without keys where the layer is guarded."""
+    """Return exponentials less the maximum, and their sum; in guarded layers the sum is 1 in rows without keys."""
     largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     if not layer.is_guarded:
         powers = jnp.exp(scores - largest)
@@ -116,7 +116,7 @@ def by_hand(layer: Layer, scores: Any) -> tuple[Any, Any]:
 
 
 def over_heads(layer: Layer) -> Function:
-    """Weights summed over heads, or over heads of a group, before the product, with numbers of heads or queries."""
+    """Return attention whose weights are summed over heads, or heads of a group, before the product with values."""
     draw = layer.draws
     weights = layer.weights(sees=draw("sees", ("a key", "nothing")))
     groups = draw("groups", (1, 1, 2)) if layer.sizes["n"] % 2 == 0 else 1
@@ -145,7 +145,7 @@ def over_heads(layer: Layer) -> Function:
 
 
 def mixed(layer: Layer) -> Function:
-    """Several softmaxes, with numbers of heads or queries, before one product."""
+    """Return several softmaxes, with factors of heads or queries, before one product."""
     draw = layer.draws
     parts = [layer.weights(f"{i} ") for i in range(draw("softmaxes", (2, 2, 3)))]
     by = [
@@ -167,7 +167,7 @@ def mixed(layer: Layer) -> Function:
 
 
 def log_sums(layer: Layer) -> Function:
-    """Log-sum-exps as results, gates and penalties, or with which weights are made."""
+    """Return attention whose log-sum-exps are results, gates or penalties, or compute the weights."""
     draw = layer.draws
     scores, masked, product = layer.scores(), layer.masked(), layer.product()
     use = draw("log-sum-exps", ("returned", "gate", "penalty", "exponential", "both", "twice"))
@@ -201,13 +201,13 @@ def log_sums(layer: Layer) -> Function:
 
 
 def merged(layer: Layer) -> Function:
-    """Parts of the keys, merged by their log-sum-exps."""
+    """Return attention to parts of the keys, merged by their log-sum-exps."""
     draw = layer.draws
     labels = "kji"[: draw("parts", (2, 2, 3))]
     query = layer.operand("query", "bnqh")
     shared = query if draw("query", ("shared", "shared", "own")) == "shared" else None
     scores = [layer.scores(f"{x} ", x, shared) for x in labels]
-    # The whole of the keys has one that each query sees.
+    # All keys together include one that each query sees.
     sees = ["a key", *(draw(f"{x} sees", ("a key", "nothing")) for x in labels[1:])]
     masks = [layer.masked(f"{x} mask", x, least) for x, least in zip(labels, sees, strict=True)]
     products = [layer.product(f"{x} value", x) for x in labels]
@@ -245,7 +245,7 @@ def merged(layer: Layer) -> Function:
 
 
 def joined(layer: Layer) -> Function:
-    """One softmax over keys of several sources, with masks, biases and sinks."""
+    """Return one softmax over keys of several sources, with masks, biases and sinks."""
     draw = layer.draws
     labels = "kji"[: draw("sources", (2, 2, 3))]
     query = layer.operand("query", "bnqh")
@@ -289,14 +289,14 @@ def joined(layer: Layer) -> Function:
 
 
 def sunk(layer: Layer, scores: Any, sink: Any, is_joined: bool) -> Any:
-    """Weights beside a sink, which rows without keys leave at 0."""
+    """Return weights beside a sink; rows without keys are 0."""
     if layer.is_guarded:
         scores = jnp.where(scores <= -5e8, -1e30, scores)
     return with_sink(scores, sink, 3, is_joined)
 
 
 def normalised(layer: Layer) -> Function:
-    """Weights without a softmax and their normalisers, and softmaxes that are normalised again."""
+    """Return weights without a softmax and their normalisers, or softmaxes that are normalised again."""
     draw = layer.draws
     layer.sizes["k"] = layer.sizes["q"]
     kind = draw("weights", ("retention", "mlstm", "linear", "softmax", "mixed", "sigmoid"))
@@ -346,7 +346,7 @@ def normalised(layer: Layer) -> Function:
 
 
 def branches(layer: Layer) -> Function:
-    """Masks or biases that branches choose."""
+    """Return attention with masks or biases that branches select."""
     draw = layer.draws
     weights = layer.scores(), layer.masked("biases")
     product, count = layer.product(), draw("branches", (2, 2, 3))
@@ -358,7 +358,7 @@ def branches(layer: Layer) -> Function:
         scores = weights[1](weights[0](given), given)
         whole = (1, layer.sizes["n"], layer.sizes["q"], layer.sizes["k"])
         shape = jnp.broadcast_shapes(whole, *(mask(given).shape for mask in masks))
-        # Branches have one shape.
+        # All branches must return one shape.
         each = [lambda mask=mask: jnp.broadcast_to(mask(given), shape) for mask in masks]
         if spelled == "cond" and count == 2:
             seen = jax.lax.cond(given["branch"] > 0, *each)

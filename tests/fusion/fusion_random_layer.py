@@ -22,7 +22,7 @@ type Reader = Callable[[Arrays], Any]
 
 
 class Argument(NamedTuple):
-    """How an argument is made: floats, or integers from `low` to `high`."""
+    """The description of an argument: floats, or integers from `low` to `high`."""
 
     labels: str
     low: int | None
@@ -31,15 +31,15 @@ class Argument(NamedTuple):
 
 
 class Layer:
-    """A random layer: the base of what `tests.fusion.fusion_random_forms` makes.
+    """A random layer, the base of the forms in `tests.fusion.fusion_random_forms`.
 
     Labels: b batch, n heads, q queries, k (and j, i) keys, h features, v columns of values. Scores are [b, n, q, k].
 
     Attributes:
-        draws: what was chosen.
-        arguments: by name.
-        is_guarded: rows that see no key are 0 in the functions that are made, as they are of fused ones.
-        is_exact: casts inside are left out.
+        draws: the random choices.
+        arguments: the arguments by name.
+        is_guarded: whether rows that see no key are 0, as in fused functions.
+        is_exact: whether casts inside are left out.
     """
 
     def __init__(self, seed: int, simplest: Iterable[str] = (), is_tiny: bool = False) -> None:
@@ -56,20 +56,20 @@ class Layer:
         self.casts = draw("casts", (False, False, True))
 
     def dtype(self, name: str) -> str:
-        """Of a floating argument: in mixed layers queries, keys and values alone have 16 bits."""
+        """Return the dtype of a floating argument; in mixed layers only queries, keys and values have 16 bits."""
         narrow, *rest = self.dtypes.split()
         return narrow if self.arguments[name].is_operand or not rest else "float32"
 
     def argument(
         self, name: str, labels: str, low: int | None = None, high: int = 0, is_operand: bool = False
     ) -> Callable[[str], Reader]:
-        """A new argument, with axes in any order; what is returned places it into labels."""
+        """Add an argument with axes in random order, and return its reader, which arranges it by labels."""
         own = self.draws.mixed(f"{name} axes", labels)
         self.arguments[name] = Argument(own, low, high, is_operand)
         return lambda into: lambda given: placed(given[name], own, into)
 
     def made(self, name: str, shape: Sequence[int]) -> np.ndarray:
-        """Numbers of an argument."""
+        """Draw the elements of an argument."""
         _, low, high, _ = self.arguments[name]
         numbers = self.draws.numbers(f"{name} numbers")
         return numbers.normal(size=shape) if low is None else numbers.integers(low, high, size=shape).astype(np.int32)
@@ -77,7 +77,7 @@ class Layer:
     # Products.
 
     def operand(self, name: str, labels: str) -> Callable[[Arrays], tuple[Any, str]]:
-        """An array with the labels that it has: of all heads, of half of them, repeated, or of none."""
+        """Return an array and its labels: of all heads, of half of them, repeated, or without heads."""
         own, axes = labels, self.draws(f"{name} heads", ("all", "all", "half", "none"))
         heads = self.sizes["n"]
         if axes == "none" and "query" not in name:
@@ -97,7 +97,7 @@ class Layer:
         return read
 
     def scores(self, name: str = "", keys: str = "k", query: Any = None) -> Reader:
-        """Scaled products of queries and keys [b, n, q, keys]."""
+        """Return scaled products of queries and keys [b, n, q, keys]."""
         query = query or self.operand(f"{name}query", "bnqh")
         key = self.operand(f"{name}key", f"bn{keys}h")
         spelled = self.draws(f"{name}scores spelled", ("einsum", "matmul", "einsum", "matmul", "sum"))
@@ -112,11 +112,11 @@ class Layer:
         return product
 
     def cast(self, array: Any, dtype: Any) -> Any:
-        """As the function has it, but without rounding where it is to be exact."""
+        """Cast an array as the function does, but without rounding if the layer is exact."""
         return array if self.is_exact else array.astype(dtype)
 
     def product(self, name: str = "value", keys: str = "k", lead: str = "bn") -> Callable[[Any, Arrays], Any]:
-        """A product of weights [*lead, q, keys] and values of their own."""
+        """Return a product of weights [*lead, q, keys] with new values."""
         value = self.operand(name, f"{lead}{keys}v")
         into = self.draws.mixed(f"{name} result", f"{lead}qv")
         spelled = self.draws(f"{name} spelled", ("einsum", "matmul", "einsum", "matmul", "sum"))
@@ -131,10 +131,10 @@ class Layer:
     # Masks and biases.
 
     def mask(self, name: str, keys: str = "k", sees: str = "a key") -> Reader:
-        """A mask that can be broadcast to [b, n, q, keys].
+        """Return a mask that can be broadcast to [b, n, q, keys].
 
         Args:
-            sees: what each query sees at least: "a key" (the first one) or "nothing".
+            sees: the keys that each query sees at least: "a key" (the first one) or "nothing".
         """
         draw = self.draws
         kinds = ("causal", "window", "segments", "lengths", "keys", "pairs", "offset", "constant", "blocks")
@@ -170,18 +170,18 @@ class Layer:
         return mask
 
     def places(self, label: str, into: str) -> Any:
-        """Positions along one axis."""
+        """Return positions along one axis."""
         return placed(jnp.arange(self.sizes[label]), label, into)
 
     def masked(self, name: str = "mask", keys: str = "k", sees: str = "a key") -> Callable[[Any, Arrays], Any]:
-        """Scores with masks and biases, or as they are."""
+        """Return a function that adds masks and biases to scores, or returns them unchanged."""
         draw = self.draws
         kinds = [draw(f"{name} {i}", ("mask", "bias", "slopes", "cap")) for i in range(draw(f"{name}s", (0, 1, 1, 2)))]
         masks = [
             self.mask(f"{name} {i}", keys, sees) if kind == "mask" else self.bias(f"{name} {i}", keys)
             for i, kind in enumerate(kinds)
         ]
-        # In 16 bits -1e9 is -inf, of which 0 times is no number.
+        # In 16 bits -1e9 is -inf, and 0 times -inf is NaN.
         ways = ("-inf", "-1e9", "flipped", "add", "add -inf", *(() if "16" in self.dtypes else ("min", "times")))
         chosen = [draw(f"{name} {i} way", ways) for i in range(len(kinds))]
 
@@ -199,7 +199,7 @@ class Layer:
         return masked
 
     def bias(self, name: str, keys: str = "k") -> Reader:
-        """An argument that is added to scores, with some of their axes."""
+        """Add an argument that is added to scores, with some of their axes."""
         draw = self.draws
         labels = draw(f"{name} of", (f"q{keys}", keys, "q")) + draw.some(f"{name} over", "bn")
         return self.argument(f"{name} bias", labels)(f"bnq{keys}")
@@ -207,20 +207,20 @@ class Layer:
     # Weights.
 
     def softmax(self, scores: Any, axis: Any = -1) -> Any:
-        """The function's own softmax, or one whose rows without keys are 0."""
+        """Return the function's own softmax, or one whose rows without keys are 0."""
         if not self.is_guarded:
             return jax.nn.softmax(scores, axis=axis)
         empty = scores.max(axis=axis, keepdims=True) <= NO_KEYS
         return jnp.where(empty, 0, jax.nn.softmax(jnp.where(empty, 0, scores), axis=axis))
 
     def log_sum(self, scores: Any) -> Any:
-        """The function's own log-sum-exp along keys, or one that is -1e9 of rows that see none."""
+        """Return the function's own log-sum-exp along keys, or one that is -1e9 in rows that see no key."""
         if not self.is_guarded:
             return jax.nn.logsumexp(scores, axis=-1)
         empty = scores.max(axis=-1) <= NO_KEYS
         return jnp.where(empty, -1e9, jax.nn.logsumexp(jnp.where(empty[..., None], 0, scores), axis=-1))
 
     def weights(self, name: str = "", keys: str = "k", sees: str = "nothing") -> Reader:
-        """Softmaxes of masked scores."""
+        """Return softmaxes of masked scores."""
         scores, masked = self.scores(name, keys), self.masked(f"{name}mask", keys, sees)
         return lambda given: self.softmax(masked(scores(given), given))

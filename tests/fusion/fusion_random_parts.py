@@ -1,4 +1,4 @@
-"""Choices, products, masks and sinks, which random attention functions are made of."""
+"""Choices, products, masks and sinks of random attention functions."""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,12 @@ import numpy as np
 
 
 class Draws:
-    """Choices by name, each of which depends on the seed and its name alone.
+    """Random choices by name, each of which depends only on the seed and its name.
 
     Attributes:
-        seed: of all choices.
-        simplest: names whose choice is the first option, whatever the seed; a failure is made smaller with them.
-        made: options by name.
+        seed: the seed of all choices.
+        simplest: names whose choice is always the first option, to reduce a failure.
+        made: the chosen options by name.
     """
 
     def __init__(self, seed: int, simplest: Iterable[str] = ()) -> None:
@@ -24,7 +24,7 @@ class Draws:
         self.made: dict[str, Any] = {}
 
     def numbers(self, name: str) -> np.random.Generator:
-        """A source of random numbers."""
+        """Return a random generator for a name."""
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
 
     def __call__[T](self, name: str, options: Sequence[T]) -> T:
@@ -33,25 +33,25 @@ class Draws:
         return options[place]
 
     def mixed(self, name: str, labels: str) -> str:
-        """Labels in any order."""
+        """Return the labels in random order."""
         if name in self.simplest or len(labels) < 2:
             return labels
         self.made[name] = "".join(self.numbers(name).permutation(list(labels)))
         return self.made[name]
 
     def some(self, name: str, labels: str) -> str:
-        """Some of the labels."""
+        """Return a random subset of the labels."""
         return "".join(x for x in labels if self(f"{name} {x}", (False, True)))
 
 
 def placed(array: Any, labels: str, into: str) -> Any:
-    """An array whose axes are where labels have them, with axes of size 1 for those that it has not."""
+    """Return an array with its axes arranged by labels, with axes of size 1 for labels that it lacks."""
     ordered = jnp.transpose(array, [labels.index(x) for x in into if x in labels])
     return ordered[tuple(slice(None) if x in labels else None for x in into)]
 
 
 def multiplied(one: Any, own: str, other: Any, labels: str, into: str, batch: str, summed: str, spelled: str) -> Any:
-    """A product of two arrays with batch axes, summed over one label."""
+    """Return a product of two arrays with batch axes, summed over one label."""
     if spelled == "einsum":
         missing = "".join(x for x in into if x not in own + labels)
         found = jnp.einsum(f"{own},{labels}->{''.join(x for x in into if x not in missing)}", one, other)
@@ -72,7 +72,7 @@ def multiplied(one: Any, own: str, other: Any, labels: str, into: str, batch: st
 
 
 def hidden(scores: Any, mask: Any, way: str) -> Any:
-    """Scores that a mask hides, in one of many ways."""
+    """Return scores hidden by a mask, in one of many ways."""
     return {
         "-inf": lambda: jnp.where(mask, scores, -jnp.inf),
         "min": lambda: jnp.where(mask, scores, jnp.finfo(scores.dtype).min),
@@ -85,7 +85,7 @@ def hidden(scores: Any, mask: Any, way: str) -> Any:
 
 
 def with_sink(scores: Any, sink: Any, axis: int, is_joined: bool) -> Any:
-    """A softmax with one more logit, whose weight is dropped."""
+    """Return a softmax with one more logit, whose weight is dropped."""
     if is_joined:
         shape = [1 if i == axis else size for i, size in enumerate(scores.shape)]
         wide = jnp.concatenate([scores, jnp.broadcast_to(sink, shape).astype(scores.dtype)], axis=axis)

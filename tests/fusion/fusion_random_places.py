@@ -1,4 +1,4 @@
-"""Random layers whose masks and biases come from places: grids of pixels, arrays that are moved, given positions."""
+"""Random layers whose masks and biases depend on positions: pixel grids, moved arrays, and positions as arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,12 @@ from tests.fusion.fusion_random_layer import Arrays, Function, Layer, Reader
 from tests.fusion.fusion_random_parts import hidden, placed
 
 MORE = 3
-"""By how much arrays of places are longer than the longest sequence."""
+"""The number of positions by which arrays exceed the longest sequence."""
 WAYS = ("-inf", "-1e9", "add", "flipped")
 
 
 def of_pixels(layer: Layer) -> Function:
-    """Queries and keys on grids [y, x] and [z, w]: terms and masks of rows and columns of pixels."""
+    """Return attention between pixels of grids [y, x] and [z, w], with terms and masks of rows and columns."""
     draw, sizes = layer.draws, layer.sizes
     sizes |= {x: draw(f"size {x}", (3, 1, 2, 5)) for x in "yx"}
     is_same = draw("keys on", ("the same grid", "the same grid", "another")) == "the same grid"
@@ -44,7 +44,7 @@ def of_pixels(layer: Layer) -> Function:
 
 
 def _term(layer: Layer, name: str, query: Any) -> tuple[str, Reader]:
-    """A mask or a term of scores [b, n, y, x, z, w]."""
+    """Return a mask or a term of scores [b, n, y, x, z, w]."""
     draw, sizes, into = layer.draws, layer.sizes, "bnyxzw"
     kind = draw(name, ("decomposed", "decomposed", "table", "of queries", "near", "row mask", "lengths", "pairs"))
     side, across = draw(f"{name} along", (("y", "z"), ("x", "w")))
@@ -74,7 +74,7 @@ def _term(layer: Layer, name: str, query: Any) -> tuple[str, Reader]:
 
 
 def moved(layer: Layer) -> Function:
-    """A mask or bias of places, made for longer sequences, that is rolled, tiled, padded and cut to size."""
+    """Return attention whose mask or bias, made for longer sequences, is rolled, tiled, padded and cut."""
     draw = layer.draws
     scores, before, product = layer.scores(), layer.masked("before"), layer.product()
     arrays = [_moved(layer, f"places {i}") for i in range(draw("arrays", (1, 1, 2)))]
@@ -91,7 +91,7 @@ def moved(layer: Layer) -> Function:
 
 
 def _moved(layer: Layer, name: str) -> Reader:
-    """A mask or bias, cut to size from an array [.., L, L] that is moved before."""
+    """Return a mask or bias that is cut to size from a moved array [.., L, L]."""
     draw, sizes = layer.draws, layer.sizes
     length = max(sizes["q"], sizes["k"]) + MORE
     sizes |= {"L": length, "M": length}
@@ -109,7 +109,7 @@ def _moved(layer: Layer, name: str) -> Reader:
 
 
 def _square(layer: Layer, name: str, length: int) -> Reader:
-    """A mask or bias [1 or n, L, L] of all places."""
+    """Return a mask or bias [1 or n, L, L] of all positions."""
     draw = layer.draws
     kind = draw(name, ("causal", "window", "slopes", "table", "learned", "added", "constant", "segments"))
     number = draw(f"{name} number", (2, 1, 4))
@@ -138,7 +138,7 @@ def _square(layer: Layer, name: str, length: int) -> Reader:
 
 
 def _move(layer: Layer, name: str, length: int) -> Callable[[Any, Arrays], Any]:
-    """Another array of the same shape."""
+    """Return a function that moves the elements of an array and keeps its shape."""
     draw = layer.draws
     kind = draw(
         name,
@@ -189,7 +189,7 @@ def _move(layer: Layer, name: str, length: int) -> Callable[[Any, Arrays], Any]:
 
 
 def _cut(layer: Layer, name: str) -> Callable[[Any, Arrays], Any]:
-    """A part [b or 1, n or 1, q, k] of an array [n or 1, L, L]."""
+    """Return a function that cuts [b or 1, n or 1, q, k] from an array [n or 1, L, L]."""
     draw, sizes = layer.draws, layer.sizes
     queries, keys = sizes["q"], sizes["k"]
     kind = draw(
@@ -226,7 +226,7 @@ def _cut(layer: Layer, name: str) -> Callable[[Any, Arrays], Any]:
 
 
 def among(layer: Layer) -> Function:
-    """Positions of queries and of keys that are arguments: masks, slopes, and tables that are read at them."""
+    """Return attention with positions of queries and keys as arguments: masks, slopes, and tables read at positions."""
     draw, sizes = layer.draws, layer.sizes
     sizes |= {"L": 9, "M": 9, "t": 7}
     scores, before, product = layer.scores(), layer.masked("before"), layer.product()

@@ -1,4 +1,4 @@
-"""Random layers inside JAX's transformations, with `fuse` around or inside of them."""
+"""Random layers inside JAX's transformations, with `fuse` around or inside them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,20 +11,20 @@ from tests.fusion.fusion_random_forms import KEPT, Form
 from tests.fusion.fusion_random_layer import Arrays, Function
 
 TIMES = 2
-"""Indices that maps and loops run over."""
+"""The number of indices of maps and loops."""
 POLICIES = ("nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", None)
 WRAPPERS = ("checkpoint", "vmap", "scan", "jit", "scan of checkpoint", "cond")
 
 
 class Wrapped:
-    """A form inside of transformations, each around the one before.
+    """A form inside transformations, each around the previous one.
 
     Attributes:
         form: the layer.
-        wrappers: names of transformations.
-        fused_at: how many of them are inside of `fuse`.
-        is_mapped_gradient: the outermost one is a map, and maps gradients.
-        is_eager: calls are not compiled.
+        wrappers: the names of the transformations.
+        fused_at: the number of transformations inside of `fuse`.
+        is_mapped_gradient: whether the outermost transformation is a map of gradients.
+        is_eager: whether calls are not compiled.
     """
 
     def __init__(self, form: Form, wrappers: Iterable[str] | None = None) -> None:
@@ -40,7 +40,7 @@ class Wrapped:
         self.is_eager = draw("eager", (False, False, False, True))
 
     def _axes(self, place: int, kind: str) -> dict[str, int | None]:
-        """Which axis of each argument is mapped: that of one of them is."""
+        """Return the mapped axis of each argument; at least one argument is mapped."""
         if kind not in ("vmap", "scan", "scan of checkpoint"):
             return {}
         draw, arguments = self.form.layer.draws, self.form.layer.arguments
@@ -54,7 +54,7 @@ class Wrapped:
         return axes
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Arguments, of float64 where they are floats."""
+        """Return the arguments; floats are float64."""
         layer = self.form.layer
         made = {}
         for name, argument in layer.arguments.items():
@@ -66,14 +66,14 @@ class Wrapped:
         return made
 
     def operands(self) -> Arrays:
-        """Arguments, of the layer's dtypes."""
+        """Return the arguments in the layer's dtypes."""
         return {
             name: jnp.asarray(x, self.form.layer.dtype(name) if np.issubdtype(x.dtype, np.floating) else x.dtype)
             for name, x in self.arrays().items()
         }
 
     def around(self, function: Function, fuse: Callable[[Function], Function] | None = None) -> Function:
-        """A function inside of all transformations."""
+        """Return a function inside all transformations."""
         for i, kind in enumerate(self.wrappers):
             if fuse is not None and i == self.fused_at:
                 function = fuse(function)
@@ -81,7 +81,7 @@ class Wrapped:
         return fuse(function) if fuse is not None and self.fused_at == len(self.wrappers) else function
 
     def inner(self, function: Function, fuse: Callable[[Function], Function] | None = None) -> Function:
-        """A function inside of all transformations but the outermost map."""
+        """Return a function inside all transformations except the outermost map."""
         whole = self.wrappers
         self.wrappers = whole[:-1]
         try:
@@ -105,22 +105,22 @@ class Wrapped:
         return lambda given: _scanned(step, given, self.in_axes(axes, given))
 
     def in_axes(self, axes: dict[str, int | None], given: Arrays) -> dict[str, int | None]:
-        """Of all that is given: what was kept in dropout has an axis for each index first."""
+        """Return the mapped axes of all operands; the kept weights of dropout have the mapped axis first."""
         return {name: 0 if name == KEPT else axes[name] for name in given}
 
 
 def _query_of(given: Iterable[str]) -> str:
-    """The name of one of the queries."""
+    """Return the name of one of the queries."""
     return next(name for name in sorted(given) if name.endswith("query"))
 
 
 def _zeros_of(function: Function) -> Function:
-    """A branch that is not taken."""
+    """Return a branch that is not taken."""
     return lambda given: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, given))
 
 
 def _scanned(function: Function, given: Arrays, axes: dict[str, int | None]) -> tuple[Any, ...]:
-    """Steps each of whose queries depend on the step before."""
+    """Run steps in which some query depends on the previous step."""
     mapped = {name: x for name, x in given.items() if axes[name] is not None}
     rest = {name: x for name, x in given.items() if axes[name] is None}
 

@@ -1,6 +1,6 @@
-"""Attention as people write it for other purposes, which `fuse` refuses.
+"""Attention for other purposes as users write it, which `fuse` refuses.
 
-A comment marks the line that breaks a rule first: the line that the refusal must name.
+A comment marks the first line that breaks a rule, which the refusal must name.
 """
 
 import inspect
@@ -21,12 +21,12 @@ CAUSAL = np.tril(np.ones((TOKENS, TOKENS), bool))
 
 @dataclass(frozen=True)
 class Refused:
-    """A function and what is said of it.
+    """A function that is refused, and the expected message.
 
     Attributes:
         function: the function; one of its lines is marked.
-        says: a part of the reason.
-        shapes: of its arguments.
+        says: a part of the message.
+        shapes: the shapes of its arguments.
     """
 
     function: Callable[..., Any]
@@ -40,7 +40,7 @@ class Refused:
 
     @property
     def line(self) -> int:
-        """The line that is marked."""
+        """Return the number of the marked line."""
         lines, first = inspect.getsourcelines(self.function)
         (marked,) = [place for place, text in enumerate(lines) if text.rstrip().endswith("# breaks here")]
         return first + marked
@@ -215,7 +215,7 @@ def tamed_where_large(query, key, value):
 
 @refused(f"`triangular_solve` of scores {BEFORE_VALUES}")
 def delta_rule(query, key, value):
-    """Each value less what is known of its key already."""
+    """Subtract from each value what the memory already holds for its key."""
     before = jnp.where(CAUSAL & ~np.eye(TOKENS, dtype=bool), scores_of(key, key), 0.0)
     identity = jnp.broadcast_to(jnp.eye(TOKENS), before.shape)
     inverse = jax.scipy.linalg.solve_triangular(identity + before, identity, lower=True)  # breaks here
@@ -326,7 +326,7 @@ def standardised(query, key, value):
     *((2, 24, 64), (64, 192), (64, 64)),
 )
 def layer_with_scores_of_unit_length(x, into, out):
-    """As weights without a softmax, such quotients could be fused."""
+    """Weights without a softmax could be fused with such quotients."""
     query, key, value = (each.reshape(2, 24, 4, 16) for each in jnp.split(x @ into, 3, axis=-1))
     scores = jnp.where(CAUSAL, scores_of(query, key), -1e9)
     scores = scores / jnp.linalg.norm(scores, axis=-1, keepdims=True)  # breaks here
@@ -424,7 +424,7 @@ def unit_rows_divided_late(query, key, value):
     return weighted(powers, value) / jnp.moveaxis(length, 1, 2)[..., None]
 
 
-# Softmaxes along other axes, or of other things.
+# Softmaxes along other axes, or of other inputs.
 
 
 @refused(SOFTMAX_OF_QUERIES)
@@ -506,7 +506,7 @@ def rounded(query, key, value):
     return weighted(weights, value)
 
 
-# Sums of softmaxes that are something else.
+# Sums of softmaxes that are not their normalisers.
 
 
 @refused("`add` of the sum of a softmax: remove it; rows that see no key give 0 without a guard")
@@ -559,7 +559,7 @@ def sink_dropped_at_the_wrong_end(query, key, value):
     return weighted(weights[..., :-1], value)  # breaks here
 
 
-# Functions that hide it, and functions that have none.
+# Functions that hide attention, and functions that have none.
 
 
 @refused("`custom_vjp_call` has a derivative of its own that cannot be computed tile by tile")

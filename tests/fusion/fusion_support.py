@@ -16,19 +16,19 @@ from tests import numpy_oracle
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
-    """Random numbers."""
+    """Return random arrays."""
     draw = np.random.default_rng(0)
     return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 def with_gradients(function: Callable[..., jax.Array], given: Sequence[Any]) -> list[Any]:
-    """The result of a function, and the gradient of each argument with a random cotangent."""
+    """Return the result of a function, and the gradient of each argument with a random cotangent."""
     output, pull = jax.vjp(function, *given)
     return [output, *pull(jnp.asarray(np.random.default_rng(1).normal(size=output.shape), output.dtype))]
 
 
 def assert_alike(found: Sequence[Any], expected: Sequence[Any], tolerance: float = 2e-5) -> None:
-    """Arrays are as close as `tolerance`, of each element or of the largest one."""
+    """Assert that arrays agree up to `tolerance`, relative to each element or to the largest one."""
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * float(np.abs(other).max()))
 
@@ -39,13 +39,13 @@ def assert_fused(
     implementation: str | None = None,
     tolerance: float = 2e-5,
 ) -> None:
-    """Results and gradients of the fused function are those of the function, in float32."""
+    """Assert that results and gradients of the fused function are those of the function, in float32."""
     found = with_gradients(fuse(function, implementation=implementation), given)
     assert_alike(found, expected_results(function, given), tolerance)
 
 
 def expected_results(function: Callable[..., jax.Array], given: Sequence[Any]) -> list[Any]:
-    """What `with_gradients` of a plain function returns; by numpy, which compiles nothing, where that is as precise."""
+    """Return `with_gradients` of a plain function, computed by NumPy where that is as precise, to avoid compilation."""
     compute = functools.partial(with_gradients, function)
     if re.search(r"\bb?f(16|8)", str(jax.make_jaxpr(compute)(given))):
         return compute(given)
@@ -53,7 +53,7 @@ def expected_results(function: Callable[..., jax.Array], given: Sequence[Any]) -
 
 
 def work_of_passes(function: Callable[..., jax.Array], given: Sequence[Any]) -> int:
-    """How many calls of Python the passes that look for attention in a function are."""
+    """Count the Python calls of the passes that look for attention in a function."""
     count = 0
 
     def count_call(frame: Any, event: str, _: object) -> None:
@@ -71,7 +71,7 @@ def work_of_passes(function: Callable[..., jax.Array], given: Sequence[Any]) -> 
 def assert_as_good_as_written(
     function: Callable[..., jax.Array], fused: Callable[..., jax.Array], given: Sequence[jax.Array]
 ) -> None:
-    """Of 16-bit arguments, results and gradients err at most twice as much as the function's own, and 2 ulp."""
+    """Assert that 16-bit results and gradients err at most twice as much as the function's own, plus 2 ulp."""
     exact = with_gradients(function, [x.astype("float32") for x in given])
     naive = with_gradients(function, given)
     for actual, poor, expected in zip(with_gradients(fused, given), naive, exact, strict=True):

@@ -1,8 +1,9 @@
-"""Runs a launch of a printed Gluon kernel on the CPU, program after program: warps as threads, tiles as NumPy arrays.
+"""Interpreter of printed Gluon kernels on the CPU, program by program: warps are threads, tiles are NumPy arrays.
 
-What is asynchronous on the GPU happens as late as it may: products read shared memory when they are waited for, copies
-out of it when their completion is, so that memory that is filled again too early makes wrong numbers. Shared memory and
-outputs begin as NaN. Layouts mean nothing here, and neither do fences between the copy engine and other accesses.
+Asynchronous operations run as late as the GPU may run them: products read shared memory when they are awaited, and
+copies out of it when their completion is awaited. Memory that is refilled too early therefore gives wrong numbers.
+Shared memory and outputs start as NaN. Layouts are ignored, and so are fences between the copy engine and other
+accesses.
 """
 
 import builtins
@@ -22,7 +23,7 @@ _DTYPES = {**_NAMES, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 class Dtype:
-    """One of those that kernels name."""
+    """A dtype of the kernel language."""
 
     def __init__(self, dtype: Any) -> None:
         self.numpy = np.dtype(dtype)
@@ -31,7 +32,7 @@ class Dtype:
 
 
 class Array(np.ndarray):
-    """A tile, or a number that is none of a place."""
+    """A tile, or a number other than an index."""
 
     @property
     def type(self) -> Tile:
@@ -46,7 +47,7 @@ def array(values: Any) -> Array:
 
 
 class Shared:
-    """Shared memory."""
+    """A buffer of shared memory."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -80,7 +81,7 @@ class Shared:
 
 
 class Global:
-    """A pointer, to one element or to many."""
+    """A pointer to one element, or a tile of pointers."""
 
     def __init__(self, values: np.ndarray, offset: Any = 0) -> None:
         self.values, self.offset = values, offset
@@ -96,7 +97,7 @@ class Global:
 
 
 class View:
-    """What the copy engine sees of an array: a matrix."""
+    """An array as the copy engine sees it: a matrix."""
 
     def __init__(self, values: np.ndarray, descriptor: Descriptor) -> None:
         self.values = values.reshape(descriptor.shape)
@@ -111,7 +112,7 @@ class View:
 
 
 class Product:
-    """A product that is under way; nobody may use it but the next one."""
+    """A product in flight, which only the next product may use."""
 
     def __init__(self, compute: Callable[[], Array]) -> None:
         self._compute = compute
@@ -124,19 +125,19 @@ class Product:
 
 
 class CopyBarrier(Barrier):
-    """One that counts the bytes, too, that copies have announced."""
+    """A barrier that also counts the bytes of expected copies."""
 
     def __init__(self, warps: Warps, arrivals: int) -> None:
         super().__init__(warps, arrivals)
         self.bytes = 0
 
     def expect(self, count: int) -> None:
-        """Announce a copy that fills a slot, and arrive."""
+        """Expect a copy that fills a slot, and arrive."""
         with self.warps.changed:
             assert self.empty is None or self.empty.phase >= self.fillings, "what is not read yet is written over"
             self.fillings += 1
             self.bytes += count
-            # The phase ends with the bytes.
+            # The phase ends when the bytes have arrived.
             self.pending += 1
         self.arrive(1)
 
@@ -155,7 +156,7 @@ class _Mbarrier(Mbarrier):
 
 
 class _Queues(threading.local):
-    """What a warp has begun and not waited for."""
+    """The operations that a warp has started and not awaited."""
 
     def __init__(self) -> None:
         self.products: list[Product] = []
@@ -165,7 +166,7 @@ class _Queues(threading.local):
 
 
 class _Engine:
-    """The copy engine, copies of lines, and tensor cores."""
+    """The copy engine, asynchronous copies of vectors, and tensor cores."""
 
     def __init__(self, warps: Warps) -> None:
         self.warps, self.queues = warps, _Queues()
@@ -231,7 +232,7 @@ class _Engine:
 
 
 class _Values(Language):
-    """The words of the language, of arrays."""
+    """The kernel language, on arrays."""
 
     def __init__(self, program: int, warps: Warps) -> None:
         super().__init__(program, warps)
@@ -251,7 +252,7 @@ class _Values(Language):
         return array(np.full(shape, value, dtype.numpy))
 
     def max(self, tile: Array, axis: int) -> Array:
-        # A NaN loses against a number, as in `max.f32`.
+        # A number takes precedence over NaN, as in `max.f32`.
         return np.fmax.reduce(tile, axis)
 
     def sum(self, tile: Array, axis: int) -> Array:
@@ -269,7 +270,7 @@ class _Values(Language):
 
     def where(self, condition: Any, left: Any, right: Any) -> Array:
         found = np.where(condition, left, right)
-        # Of two numbers NumPy makes float64.
+        # NumPy returns float64 for two numbers.
         return array(found.astype(np.float32) if found.dtype == np.float64 else found)
 
     def broadcast(self, *tiles: Array) -> list[Array]:
@@ -305,17 +306,17 @@ class _Values(Language):
 
 
 class _Punctual(random.Random):
-    """Chance by which no warp is slow."""
+    """A random generator for which no warp is slow."""
 
     def choice(self, seq: Sequence[Any]) -> Any:
         return seq[0]
 
 
 def interpret_gluon(plan: LaunchPlan, *arrays: np.ndarray, chance: random.Random | None = None) -> list[np.ndarray]:
-    """The outputs of a launch.
+    """Return the outputs of a launch.
 
     Args:
-        chance: decides which warps are slow; None: none is.
+        chance: chooses the slow warps; None: no warp is slow.
     """
     chance = _Punctual() if chance is None else chance
     outputs = [np.full(x.shape, np.nan, _DTYPES[x.dtype]) for x in plan.outputs]

@@ -1,7 +1,7 @@
-"""Runs the barriers of a printed Gluon kernel on the CPU: its warps as threads, tiles as nothing.
+"""Runs the barriers of a printed Gluon kernel on the CPU, with warps as threads.
 
-What warps tell each other does not depend on what tiles contain: with numbers for places and rounds, and barriers that
-count phases as those of the GPU do, a kernel ends here or it does not. gluon_interpreter.py has tiles of numbers.
+Tile contents are ignored; a run checks that no warp schedule deadlocks. Indices and rounds are numbers, and barriers
+count phases as on the GPU. gluon_interpreter.py has tiles of numbers.
 """
 
 import builtins
@@ -19,11 +19,11 @@ from blockdiag.triton_kernels.parts import resident_tiles
 
 
 class Deadlock(AssertionError):
-    """All warps that are left wait."""
+    """All remaining warps wait."""
 
 
 class Number(int):
-    """A number of a warp; what is made of it and of a tile is a tile."""
+    """A number of a warp; combined with a tile it gives a tile."""
 
     def to(self, dtype: object) -> "Number":
         del dtype
@@ -31,20 +31,20 @@ class Number(int):
 
 
 class Parity(Number):
-    """A number modulo 2, perhaps turned around: what a warp waits for, with the phases that it means by that."""
+    """A number modulo 2, perhaps inverted: the parity that a warp waits for, with the phase that it means."""
 
     phases: int
 
     @staticmethod
     def of(number: int, turned: int = 0) -> "Parity":
-        """Of the phase of this number, or of the one before, which no barrier has before its first."""
+        """Return the parity of this phase, or of the previous one, which no barrier has before its first phase."""
         found = Parity(int(number) % 2 ^ turned)
         found.phases = number + 1 - turned
         return found
 
 
 class Tile:
-    """A tile, a descriptor, a layout or a dtype: whatever is done with it is one again."""
+    """A tile, a descriptor, a layout or a dtype; every operation on it returns another one."""
 
     def __getattr__(self, name: str) -> "Tile":
         if name.startswith("__"):
@@ -61,13 +61,13 @@ class Tile:
 
 def _numbers(name: str) -> Callable[..., object]:
     def compute(self: Number, other: object) -> object:
-        # What it is and a tile is the tile's concern.
+        # Tiles handle operations on a number and a tile.
         return Number(getattr(int, name)(self, other)) if isinstance(other, int) else NotImplemented
 
     return compute
 
 
-# How much slower warps are, in seconds a barrier at most; the first ones not at all.
+# The choices of a warp's longest delay per barrier, in seconds.
 _NAPS = (0.0, 0.0, 1e-4, 5e-4)
 _NAMES = [f"__{x}{y}__" for x in ("", "r") for y in ("add", "sub", "mul", "floordiv", "mod", "xor", "and")]
 for _name in _NAMES:
@@ -79,7 +79,7 @@ for _name in [*_NAMES, "__truediv__", "__rtruediv__", "__neg__", "__lt__", "__le
 
 
 class Memory:
-    """Numbers that a kernel reads, the same ones over and over."""
+    """Numbers that a kernel reads from memory, repeated periodically."""
 
     def __init__(self, numbers: Sequence[int], offset: int = 0) -> None:
         self.numbers, self.offset = numbers, offset
@@ -89,7 +89,7 @@ class Memory:
 
 
 class Warps:
-    """Those of one program, and what they wait for."""
+    """The warps of one program, and the barriers that they wait for."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
@@ -100,16 +100,16 @@ class Warps:
         self.is_stuck = False
 
     def run(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Run all of them to their ends.
+        """Run all warps to completion.
 
         Raises:
-            Deadlock: where they do not come to them.
+            Deadlock: the warps wait for each other.
         """
 
         def finish(function: Callable[[], None], nap: float) -> None:
             self.naps[threading.get_ident()] = nap
             try:
-                # As GPUs do, without a word.
+                # GPUs raise no warnings.
                 with np.errstate(all="ignore"):
                     function()
             finally:
@@ -121,24 +121,24 @@ class Warps:
         with ThreadPoolExecutor(len(functions)) as pool:
             ends = [pool.submit(finish, x, self.chance.choice(_NAPS)) for x in functions]
         failures = [x for x in (end.exception() for end in ends) if x is not None]
-        # Where one warp fails, others wait for it.
+        # If one warp fails, others wait for it, so deadlocks are reported last.
         for failure in sorted(failures, key=lambda x: isinstance(x, Deadlock)):
             raise failure
 
     def nap(self) -> None:
-        """Make the calling warp as slow as it is."""
+        """Delay the calling warp."""
         if most := self.naps.get(threading.get_ident()):
             time.sleep(most * self.chance.random())
 
     def look(self) -> None:
-        """Give up where nobody is left who could go on."""
+        """Raise an error if no warp can continue."""
         are_stuck = all(barrier.phase % 2 == parity for barrier, parity in self.waiting.values())
         self.is_stuck |= 0 < self.running == len(self.waiting) and are_stuck
         self.changed.notify_all()
 
 
 class Barrier:
-    """One that counts arrivals, and whose phases have parities."""
+    """A barrier that counts arrivals, with phases that have parities."""
 
     def __init__(self, warps: Warps, arrivals: int) -> None:
         self.warps, self.arrivals = warps, arrivals
@@ -147,7 +147,7 @@ class Barrier:
         self.empty: Barrier | None = None
 
     def fill(self) -> None:
-        """Bytes are copied into the slot that this barrier is of, and arrive at once."""
+        """Start and complete a copy into the slot of this barrier."""
         with self.warps.changed:
             is_read = self.empty is None or self.empty.phase >= self.fillings
             assert is_read, "what has not been read yet is written over"
@@ -164,7 +164,7 @@ class Barrier:
                 self.warps.changed.notify_all()
 
     def wait(self, parity: int) -> None:
-        """Until the phase of this parity has ended, which is the one before or the present one."""
+        """Wait until the phase of this parity, the previous or the present one, has ended."""
         warps, thread = self.warps, threading.get_ident()
         warps.nap()
         with warps.changed:
@@ -176,12 +176,12 @@ class Barrier:
             warps.waiting.pop(thread, None)
             if self.phase % 2 == parity:
                 raise Deadlock("all warps wait")
-            # Parity alone cannot tell a phase from the second one after it.
+            # Parity alone cannot distinguish a phase from the second one after it.
             assert not isinstance(parity, Parity) or self.phase == parity.phases, "a warp goes on at another time"
 
 
 class Barriers(list[Barrier]):
-    """Those of a ring's slots."""
+    """The barriers of a ring's slots."""
 
     index = list.__getitem__  # pyrefly: ignore
 
@@ -202,7 +202,7 @@ class Mbarrier:
 
 
 class Language(Tile):
-    """The module of everything else."""
+    """The module of all other operations."""
 
     def __init__(self, program: int, warps: Warps) -> None:
         self.program, self.warps = program, warps
@@ -262,14 +262,14 @@ def run_protocol(
     """Run one program of a kernel.
 
     Args:
-        text: Gluon source of a module.
-        name: of the kernel in it.
-        rounds: that a program goes through; None where it is not told.
-        chance: decides which warps are slow.
-        lists: numbers in memory, by the parameters that point to them.
+        text: the Gluon source of a module.
+        name: the name of the kernel.
+        rounds: the number of rounds of the program; None if the kernel has no such argument.
+        chance: chooses the slow warps.
+        lists: numbers in memory, by the parameter that points to them.
 
     Raises:
-        Deadlock: where its warps wait for each other forever.
+        Deadlock: the warps wait for each other forever.
     """
     warps = Warps(chance)
     words = {
@@ -278,7 +278,7 @@ def run_protocol(
         "warpgroup_mma": Tile(), "warpgroup_mma_wait": _waited,
         "make_barriers": lambda count, arrivals: Barriers(Barrier(warps, arrivals) for _ in builtins.range(count)),
     }  # fmt: skip
-    # The one helper whose result is a number that barriers are found by.
+    # The only helper whose result is an index of barriers.
     kernel = kernel_with(text, name, words, {"forgotten": Number})
     given: dict[str, object] = {x: Tile() for x in kernel.__code__.co_varnames[: kernel.__code__.co_argcount]}
     given |= {x: Memory(numbers) for x, numbers in (lists or {}).items()}
@@ -286,10 +286,10 @@ def run_protocol(
 
 
 def kernel_with(text: str, name: str, words: Mapping[str, Any], helpers: Mapping[str, Any]) -> Any:
-    """A kernel as a function of Python, of which these words are what its module imports.
+    """Return a kernel as a Python function, in a module with these imported names.
 
     Args:
-        helpers: what takes the place of helpers of the same names.
+        helpers: replacements of helpers by name.
     """
     scope: dict[str, Any] = {
         "gluon": _Gluon, "fence_async_shared": lambda: None, "thread_barrier": lambda: None,

@@ -1,4 +1,4 @@
-"""Attention whose bias is the same along a batch axis: what Hopper keeps in shared memory, and what it cannot."""
+"""Attention with a bias that is the same along a batch axis: cases that the resident schedule supports or rejects."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ def heads_of_rows(query, key, value, pair):
 
 
 def one_bias(query, key, value, pair, offset, slope):
-    """query [B, T, N, H], pair [T, S], offset [B, N, T], slope [N]: terms of queries, of heads and of positions."""
+    """query [B, T, N, H], pair [T, S], offset [B, N, T], slope [N]: terms of queries, heads and positions."""
     scores = (jnp.einsum("btnh,bsnh->bnts", query, key) - slope[None, :, None, None] * 2) / 7
     scores = 0.5 * (scores + pair[None, None] - offset[..., None])
     scores = scores - 0.01 * jnp.arange(key.shape[1])[None, None, None, :].astype(scores.dtype)
@@ -35,24 +35,24 @@ def one_bias(query, key, value, pair, offset, slope):
 
 
 def masked_rows(query, key, value, mask, pair):
-    """As `rows_of_heads`; the mask rules all keys of the first row out, by -1e9, and keys of others, by -inf."""
+    """Like `rows_of_heads`; the mask removes all keys of the first row by -1e9, and keys of other rows by -inf."""
     row = jnp.arange(query.shape[1])[None, :, None, None, None]
     dead = jnp.where(row == 0, -1e9, jnp.where(mask > 0.5, -jnp.inf, 0.0)).astype(mask.dtype)
     return rows_of_heads(query, key, value, dead, pair)
 
 
 def bent(query, key, value, mask, pair):
-    """As `rows_of_heads`, of a function of the biases."""
+    """Like `rows_of_heads`, with a function of the biases."""
     return rows_of_heads(query, key, value, jnp.abs(mask) * jnp.sin(mask), jnp.tanh(pair) - pair**2 / 4)
 
 
 def scaled_bias(query, key, value, mask, pair):
-    """As `rows_of_heads`, with half of the bias of pairs."""
+    """Like `rows_of_heads`, with half of the pair bias."""
     return rows_of_heads(query, key, value, mask, -0.5 * pair)
 
 
 def selected(query, key, value, mask, pair):
-    """As `rows_of_heads`, but a choice where the sum has been: the product is not a term."""
+    """Like `rows_of_heads` with a select instead of the sum, so the product is not an additive term."""
     scores = jnp.einsum("brtnh,brsnh->brnts", query, key) * query.shape[-1] ** -0.5 + pair
     scores = jnp.where(mask > 0.5, -1e9, scores)
     return jnp.einsum("brnts,brsnh->brtnh", jax.nn.softmax(scores, axis=-1), value)
@@ -63,7 +63,7 @@ class Resident:
     """A call.
 
     Attributes:
-        stays: whether the bias does.
+        stays: whether the bias stays in shared memory.
     """
 
     function: Callable[..., jax.Array]
@@ -72,12 +72,12 @@ class Resident:
     stays: bool = True
 
     def inputs(self, seed: int = 0) -> dict[str, jax.Array]:
-        """Arrays that are worth attending to."""
+        """Return the arguments, scaled so that weights are not uniform."""
         generator = np.random.default_rng(seed)
         return {x: jnp.asarray(generator.normal(size=shape), self.dtype) for x, shape in self.shapes.items()}
 
     def region(self) -> Region:
-        """What `fuse` finds in the function."""
+        """Return the region of the function."""
         given = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in self.shapes.values()]
         flat, _ = flat_jaxpr(self.function, *given)
         ((region,),) = find_regions(flat.jaxpr).values()
@@ -108,7 +108,7 @@ def _one_bias(width: int) -> Shapes:
 CASES = {
     "evoformer": Resident(rows_of_heads, _rows(2, 7, 256, 256, 2, 64)),
     "wide": Resident(rows_of_heads, _rows(1, 9, 256, 256, 2, 128)),
-    # A program goes through several rounds.
+    # A program runs several rounds.
     "many_rows": Resident(rows_of_heads, _rows(1, 150, 256, 256, 1, 64)),
     "many_wide_rows": Resident(rows_of_heads, _rows(1, 150, 256, 256, 1, 128)),
     "narrow": Resident(rows_of_heads, _rows(1, 5, 128, 256, 4, 32)),

@@ -1,4 +1,4 @@
-"""Attention whose keys and values stream through shared memory on Hopper, and attention whose do not."""
+"""Attention that the streamed schedule of Hopper supports, and attention that it rejects."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def tempered(query, key, value, temperature):
 
 
 def gated(query, key, value, gate):
-    """gate [B, N, T]: of weights."""
+    """gate [B, N, T], a factor of the weights."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
     weights = jax.nn.softmax(scores, axis=-1) * jnp.tanh(gate)[..., None]
     return jnp.einsum("bnts,bsnv->btnv", weights, value)
@@ -98,13 +98,13 @@ def global_and_local(query, key, value):
 
 
 def strided(query, key, value):
-    """Keys at distances of multiples of 256, and their neighbours: lists that all tiles of queries share."""
+    """Keys at distances that are multiples of 256, and their neighbours: lists that all query tiles share."""
     away = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :]
     return attend(query, key, value, lambda scores: where(scores, ((away >= 0) & (away % 256 < 8))[None, None]))
 
 
 def far_away(query, key, value):
-    """The first 640 queries see no key, and have results of 0."""
+    """The first 640 queries see no key, and their results are 0."""
     row = jnp.arange(query.shape[1])
     seen = row[:, None] - jnp.arange(key.shape[1])[None, :] >= 640
     found = attend(query, key, value, lambda scores: jnp.where(seen[None, None], scores, -1e9))
@@ -112,21 +112,21 @@ def far_away(query, key, value):
 
 
 def added_mask(query, key, value):
-    """Causal, by -1e9 that are added."""
+    """Causal by adding -1e9."""
     row = jnp.arange(query.shape[1])
     unseen = (row[:, None] < row[None, :])[None, None]
     return attend(query, key, value, lambda scores: scores + jnp.where(unseen, -1e9, 0.0))
 
 
 def documents(query, key, value, segment):
-    """segment [B, T], whole numbers: causal documents."""
+    """segment [B, T], integers: causal documents."""
     seen = jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1])[None, :]
     same = segment[:, :, None] == segment[:, None, :]
     return attend(query, key, value, lambda scores: where(scores, (seen[None] & same)[:, None]))
 
 
 def padded(query, key, value, length):
-    """length [B], whole numbers: keys that are there; -1e9 in the place of the others' scores."""
+    """length [B], integers: the number of valid keys; other scores are replaced by -1e9."""
     seen = jnp.arange(key.shape[1])[None, :] < length[:, None]
     return attend(query, key, value, lambda scores: jnp.where(seen[:, None, None, :], scores, -1e9))
 
@@ -144,7 +144,7 @@ class Streamed:
     """A call.
 
     Attributes:
-        streams: whether keys and values do.
+        streams: whether the streamed schedule applies.
     """
 
     function: Callable[..., jax.Array]
@@ -153,11 +153,11 @@ class Streamed:
     streams: bool = True
 
     def dtype_of(self, name: str) -> str:
-        """Of an argument."""
+        """Return the dtype of an argument."""
         return "int32" if name in ("segment", "length") else self.dtype
 
     def inputs(self, seed: int = 0) -> dict[str, jax.Array]:
-        """Arrays that are worth attending to."""
+        """Return the arguments, scaled so that weights are not uniform."""
         generator = np.random.default_rng(seed)
         found = {}
         for name, shape in self.shapes.items():
@@ -171,7 +171,7 @@ class Streamed:
         return {name: jnp.asarray(x, self.dtype_of(name)) for name, x in found.items()}
 
     def region(self) -> Region:
-        """The first that `fuse` finds in the function."""
+        """Return the first region of the function."""
         given = {name: jax.ShapeDtypeStruct(x, self.dtype_of(name)) for name, x in self.shapes.items()}
         flat, _ = flat_jaxpr(lambda given: self.function(**given), given)
         return next(iter(find_regions(flat.jaxpr).values()))[0]

@@ -113,7 +113,7 @@ def test_transposed_heads(path):
 def test_what_cannot_be_shared():
     packed = torch.randn(2, 8, 3, 4, 16, device="cuda").unbind(2)[1]
     misaligned = torch.arange(65, device="cuda", dtype=torch.bfloat16)[1:]
-    for tensor, message in ((packed, "no permutation"), (misaligned, "no multiple of 16 bytes")):
+    for tensor, message in ((packed, "not a permutation"), (misaligned, "not a multiple of the 16 bytes")):
         with pytest.raises(ValueError, match=message):
             to_jax(tensor)
         torch.testing.assert_close(to_torch(to_jax(tensor, copy=True)), tensor)

@@ -1,15 +1,15 @@
-"""Small kernels that are right, and that compute-sanitizer reports all the same; see sanitize_known.py.
+"""Small correct kernels for which compute-sanitizer reports errors; see sanitize_known.py.
 
     PYTHONPATH=src python tests/gpu_scripts/sanitize.py --families false_alarms    # the kernels under every tool
     PYTHONPATH=src python tests/gpu_scripts/false_alarms.py                        # the kernels alone
     PYTHONPATH=src python tests/gpu_scripts/false_alarms.py --code                 # without a GPU: their machine code
 
-Each has one thing that a tool does not follow, and nothing else. What it reports of them says nothing of the library's
-kernels that have the same thing. `--code` prints the accesses of shared memory and the barriers of the compiled kernels
-with their addresses, in which hazards are reported.
+Each kernel contains only one construct that a tool does not follow. Because the tool reports errors for it, its
+reports for the same construct in the library's kernels are no evidence of errors. `--code` prints the shared-memory
+accesses and barriers of the compiled kernels with their addresses, by which hazards are reported.
 """
 
-# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# Device code is formatted by hand, because one argument per line would hide the algorithm.
 # fmt: off
 
 import argparse
@@ -55,7 +55,7 @@ def arrive(p_out, ready, captured):
 
 @gluon.jit
 def specialised(p_out):
-    """Partitions that share nothing but one mbarrier: what else lies in shared memory is Triton's own."""
+    """Partitions that share only one mbarrier; everything else in shared memory is Triton's own."""
     captured = gl.load(p_out + 2)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
@@ -73,7 +73,7 @@ def receive(p_in, p_out, memory, ready):
 
 @gluon.jit
 def hand_over(p_in, p_out, memory, ready):
-    # Backwards, so that no thread reads what the thread has stored that arrives.
+    # In reverse order, so that no thread reads a value stored by the arriving thread.
     LINE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     o_value = gl.arange(0, memory.shape[0], LINE)
     memory.store(gl.load(p_in + memory.shape[0] - 1 - o_value))
@@ -83,7 +83,7 @@ def hand_over(p_in, p_out, memory, ready):
 
 @gluon.jit
 def handed_over(p_in, p_out, VALUES: gl.constexpr):
-    """Four warps store a line in shared memory, meet, and one thread arrives; four others wait and read it."""
+    """Four warps store a vector in shared memory and meet, one thread arrives, and four other warps wait and read."""
     memory = gl.allocate_shared_memory(gl.int32, [VALUES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
@@ -95,10 +95,10 @@ def handed_over(p_in, p_out, VALUES: gl.constexpr):
 
 @triton.jit
 def summed_products(p_a, p_b, p_out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of products, one in each thread: all threads of a row have its sum, each in its own rounding.
+    """Sums of products in each thread: all threads of a row have its sum, each with its own rounding.
 
-    The compiler fuses a thread's product with the first sum, so that the thread's own product is not rounded, and the
-    other thread's is.
+    The compiler fuses a thread's product with the first sum, so the thread's own product is not rounded, but the other
+    thread's is.
     """
     o_row = tl.arange(0, ROWS)
     o_tile = o_row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -108,7 +108,7 @@ def summed_products(p_a, p_b, p_out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @gluon.jit
 def stored_by_copy_engine(p_in, target, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """A tile that the copy engine writes to global memory."""
+    """The copy engine writes a tile to global memory."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, TILE))
@@ -172,11 +172,11 @@ RUNS: dict[str, Callable[[str], Any]] = {
     "summed_products": run_summed_products,
     "stored_by_copy_engine": run_stored_by_copy_engine,
 }
-"""Each launches a kernel, and returns what it has written; on the CPU what it should have written."""
+"""Functions that launch a kernel and return its result; on the CPU they return the expected result."""
 
 
 def plans() -> dict[str, LaunchPlan]:
-    """The launches, to compile them without a GPU."""
+    """Return the launch plans, to compile them without a GPU."""
     line, tile, half = TensorSpec((VALUES,), "int32"), TensorSpec((16, 16), "float32"), TensorSpec((64, 32), "float16")
     sums = TensorSpec((16,), "float32")
     layout = gl.NVMMASharedLayout.get_default_for([64, 32], gl.float16)
@@ -206,7 +206,7 @@ def plans() -> dict[str, LaunchPlan]:
 
 
 def machine_code(plan: LaunchPlan, arch: int) -> list[tuple[int, str]]:
-    """Addresses and instructions of a compiled kernel."""
+    """Return addresses and instructions of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(inspect_plan(plan, arch).kernel.asm["cubin"])
         file.flush()
@@ -216,7 +216,7 @@ def machine_code(plan: LaunchPlan, arch: int) -> list[tuple[int, str]]:
 
 
 def print_code(arch: int) -> None:
-    """Print the accesses of shared memory and the barriers of the machine code."""
+    """Print the shared-memory accesses and the barriers of the machine code."""
     kinds = r"LDS|STS|BAR\.|SYNCS|SHFL|FFMA|EXIT|BRA|BRX|SETMAXREG|UTMA"
     for name, plan in plans().items():
         print(name)

@@ -53,7 +53,7 @@ def arrays_of(problem: BlockDiagonalProblem) -> tuple[jax.Array, ...]:
 
 
 def dense(problem: BlockDiagonalProblem, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """The same attention in float32, block by block."""
+    """Return the same attention in float32, block by block."""
     size = problem.block_size
 
     def blocks(array: jax.Array, repeats: int) -> jax.Array:
@@ -96,7 +96,7 @@ def check(shape: tuple) -> None:
 
 
 def milliseconds(function: Callable, *arrays: jax.Array, calls: int = 20, repeats: int = 5) -> float:
-    """Median over `repeats` of the wall time per call of `calls` queued calls."""
+    """Return the median over `repeats` of the wall time per call, for `calls` queued calls."""
     jax.block_until_ready(function(*arrays))
     times = []
     for _ in range(repeats):
@@ -109,7 +109,7 @@ def milliseconds(function: Callable, *arrays: jax.Array, calls: int = 20, repeat
 
 
 def copy_rate() -> float:
-    """Bytes per millisecond, read and written, of the fastest plain copy."""
+    """Return the bytes per millisecond, read and written, of the fastest plain copy."""
     array = jax.random.normal(jax.random.key(1), (1 << 29,), jnp.bfloat16)
     copies = {"jnp.copy": jax.jit(jnp.copy), "negative": jax.jit(jnp.negative)}
     rates = {name: 2 * array.nbytes / milliseconds(copy, array) for name, copy in copies.items()}

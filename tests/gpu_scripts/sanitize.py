@@ -5,13 +5,13 @@
     PYTHONPATH=src python tests/gpu_scripts/sanitize.py --families moba,moba_torch --tools racecheck
     PYTHONPATH=src python tests/gpu_scripts/sanitize.py --dry        # without a GPU: arguments are valid, kernels named
 
-Each family runs in a process of its own for each tool, so that a crash hides no other family. `plain` runs a family
-without a tool; it comes first and fills the compile caches, and shows which calls do not even run. The exit status is
-1 if a tool reports what is not explained, a call raises or gives other results than the CPU, or a process does not
-finish. Explained is what sanitize_known.py names, with the reason; it is counted and printed.
+Each family runs in a separate process for each tool, so that a crash hides no other family. `plain` runs a family
+without a tool; it comes first, fills the compile caches, and shows which calls fail anyway. The exit status is 1 if a
+tool reports an unexplained error, a call raises or differs from the CPU, or a process does not finish. Explained
+reports are listed in sanitize_known.py with reasons; they are counted and printed.
 
-Every array is an allocation of its own: initcheck and memcheck would take memory that an allocator keeps for the next
-array as initialised and in bounds.
+Every array is a separate allocation. Otherwise initcheck and memcheck would treat memory that an allocator reuses as
+initialised and in bounds.
 """
 
 import argparse
@@ -48,24 +48,24 @@ from tests.gpu_scripts.sanitize_known import DROPPED, KNOWN, WHY_DROPPED, Report
 
 PLAIN = "plain"
 TOOLS = ("memcheck", "racecheck", "initcheck")
-# Of results of 16 bits, forward and backward; a near tie of MoBA's routing may be decided otherwise for a query or two.
+# For 16-bit results, forward and backward. Near ties of MoBA's routing may be decided differently for a query or two.
 TOLERANCE = 0.05
 FINISHED = "all ran"
-# The newest compute capability whose kernels are written by hand.
+# The newest compute capability with hand-written kernels.
 DRY_ARCH = 90
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one process reported.
+    """The reports of one process.
 
     Attributes:
-        ran: calls that gave the expected results.
-        failed: calls that did not, with the reason.
-        finished: whether the process went through all calls.
-        errors: errors that the tool counts; None without a tool or without a summary.
-        explained: how many reports each name of `KNOWN` explains.
-        rest: the other reports, and how many there are of each.
+        ran: calls with the expected results.
+        failed: other calls, with the reason.
+        finished: whether the process ran all calls.
+        errors: the tool's error count; None without a tool or a summary.
+        explained: the number of reports that each name of `KNOWN` explains.
+        rest: the other reports, with their counts.
         seconds: the time of the process.
     """
 
@@ -81,18 +81,18 @@ class Outcome:
 
     @property
     def unexplained(self) -> int:
-        """Errors without a reason: of reports, and those that are counted but not printed."""
+        """The number of unexplained errors: of printed reports, and of those that are only counted."""
         return max(sum(self.rest.values()), (self.errors or 0) - sum(self.explained.values()))
 
     @property
     def is_clean(self) -> bool:
-        """Return whether there is nothing to look at."""
-        is_told = self.tool == PLAIN or self.errors is not None
-        return self.finished and not self.failed and is_told and not self.unexplained
+        """Return whether there is nothing to examine."""
+        is_reported = self.tool == PLAIN or self.errors is not None
+        return self.finished and not self.failed and is_reported and not self.unexplained
 
 
 def expected_results(call: Call, store: Path | None) -> list[np.ndarray]:
-    """Return the CPU's results of a call, which are computed once for all tools."""
+    """Return the CPU's results of a call, computed once for all tools."""
     file = None if store is None else store / (re.sub(r"\W+", "_", call.name) + ".npz")
     if file is not None and file.exists():
         with np.load(file) as kept:
@@ -100,7 +100,7 @@ def expected_results(call: Call, store: Path | None) -> list[np.ndarray]:
     with jax.default_device(jax.devices("cpu")[0]):
         results = [to_numpy(x) for x in call.compute(call.expected)]
     if file is not None:
-        # Another tool's process may write the same file.
+        # A process for another tool may write the same file.
         own = file.with_suffix(f".{os.getpid()}.npz")
         np.savez(own, *results)
         own.replace(file)
@@ -108,15 +108,15 @@ def expected_results(call: Call, store: Path | None) -> list[np.ndarray]:
 
 
 def run_call(call: Call, is_dry: bool, store: Path | None = None) -> str:
-    """Run a call and compare its results with the CPU's; without a GPU, only trace it and run the CPU's part.
+    """Run a call and compare its results with the CPU's; without a GPU, trace it and run only the CPU's part.
 
     Args:
         call: the call.
         is_dry: whether there is no GPU.
-        store: folder in which the CPU's results are kept for the other tools.
+        store: folder with the CPU's results, shared by the tools.
 
     Returns:
-        The kernels that a dry run traces; otherwise the largest difference.
+        The kernels that a dry run traces, or else the largest difference.
 
     Raises:
         ArithmeticError: the results differ too much.
@@ -138,15 +138,16 @@ def run_call(call: Call, is_dry: bool, store: Path | None = None) -> str:
 
 
 def allowed_differences(call: Call, expected: Sequence[np.ndarray]) -> list[float]:
-    """Return how far each result may differ from the CPU's.
+    """Return the allowed difference of each result from the CPU's.
 
-    What is 0 but for rounding has no digits to compare: it may be as wrong as a plain computation, if a call has one.
+    Results that are 0 except for rounding have no digits to compare. They may be as wrong as a plain computation, if
+    the call has one.
     """
     if call.plain is None:
         return [TOLERANCE] * len(expected)
     with jax.default_device(jax.devices("cpu")[0]):
         plain = [to_numpy(x) for x in call.compute(call.plain)]
-    # All of it is rounding where the plain computation finds nothing right.
+    # The result is pure rounding if the plain computation is entirely wrong.
     differences = [difference(one, other) for one, other in zip(plain, expected, strict=True)]
     return [found if 1 < found < float("inf") else TOLERANCE for found in differences]
 
@@ -159,7 +160,7 @@ def run_family(name: str, is_dry: bool, store: Path | None = None) -> None:
         begin = time.monotonic()
         try:
             note = run_call(call, is_dry, store)
-        except Exception as failure:  # the other calls run all the same, and the driver counts this one
+        except Exception as failure:  # other calls still run, and the driver counts this one
             traceback.print_exc(limit=-4)
             print(f"EXC {call.name}: {type(failure).__name__} {' '.join(str(failure).split())[:300]}", flush=True)
         else:
@@ -170,33 +171,33 @@ def run_family(name: str, is_dry: bool, store: Path | None = None) -> None:
 
 
 def keep_sources(store: Path) -> None:
-    """Write the sources of generated kernels to files, in which the driver looks for the lines that reports name."""
+    """Write the sources of generated kernels to files, in which the driver looks up the lines of reports."""
     for name, entry in linecache.cache.items():
         if (match := re.fullmatch(r"<blockdiag\.fuse \w+ (\w+)>", name)) and len(entry) == 4:
             (store / f"{match[1]}.py").write_text("".join(entry[2]))
 
 
-def environment_of(door: str, caches: Path, is_dry: bool) -> dict[str, str]:
+def environment_of(framework: str, caches: Path, is_dry: bool) -> dict[str, str]:
     """Return the environment of a process."""
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     added = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
-        # Arrays are allocations of their own.
+        # Every array is a separate allocation.
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        # No algorithm is chosen by timing it, and no program becomes a CUDA graph.
+        # XLA chooses no algorithm by timing, and makes no CUDA graph of a program.
         "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=",
-        # Each tool compiles nothing that the plain run has compiled.
+        # Tools reuse the plain run's compiled programs.
         "JAX_COMPILATION_CACHE_DIR": str(caches / "jax"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        # The plain run must compile, so that it has the sources of generated kernels; see `keep_sources`.
+        # The plain run must compile, because it needs the sources of generated kernels; see `keep_sources`.
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }
-    if is_dry or door == "torch":
-        # What torch's results are compared with is computed by JAX on the CPU; the kernels are launched without JAX.
+    if is_dry or framework == "torch":
+        # JAX computes the expected results of torch calls on the CPU. The kernels are launched without JAX.
         added["JAX_PLATFORMS"] = "cpu"
     return os.environ | added
 
@@ -208,23 +209,23 @@ def command_of(family: str, tool: str, options: argparse.Namespace, store: Path)
     if tool == PLAIN:
         return command
     fixed = ["--target-processes", "application-only", "--launch-timeout", "0"]
-    # Calls of the CUDA API that fail on purpose, where libraries ask what a driver can do, are no errors of kernels.
+    # CUDA API calls that fail on purpose, when libraries query a driver's features, are not kernel errors.
     fixed += ["--report-api-errors", "no"]
-    # What is not printed cannot be explained.
+    # Reports that are not printed cannot be explained.
     fixed += ["--print-limit", "0", "--show-backtrace", "no"]
     return [options.sanitizer, "--tool", tool, *fixed, *options.sanitizer_option, *command]
 
 
 def count_errors(output: str) -> int | None:
-    """Return the errors of all summaries in a tool's output, None where there is no summary."""
+    """Return the errors of all summaries in a tool's output, or None without a summary."""
     summaries = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .*\((\d+) errors?,", output)
     return sum(int(first or second) for first, second in summaries) if summaries else None
 
 
 def run_process(family: str, tool: str, options: argparse.Namespace, caches: Path) -> Outcome:
-    """Run a family under a tool, in a process group that is killed when its time is up."""
+    """Run a family under a tool, in a process group that is killed after the time limit."""
     log = options.output / f"{family}-{tool}.log"
-    environment = environment_of(FAMILIES[family].door, caches, options.dry)
+    environment = environment_of(FAMILIES[family].framework, caches, options.dry)
     store = caches / family
     store.mkdir(exist_ok=True)
     begin = time.monotonic()
@@ -246,7 +247,7 @@ def run_process(family: str, tool: str, options: argparse.Namespace, caches: Pat
     with log.open(errors="replace") as file:
         reports = parse_reports(file)
     with log.open(errors="replace") as file:
-        # Without the reports, of which there may be a gigabyte.
+        # The reports, possibly a gigabyte, are left out.
         output = "".join(x for x in file if not x.startswith("=========") or "SUMMARY: " in x)
     explained, rest = explain(tool, family, reports, lines_in(ROOT / "src", Path(__file__).parent, store))
     return Outcome(
@@ -263,8 +264,8 @@ def run_process(family: str, tool: str, options: argparse.Namespace, caches: Pat
 
 
 def print_outcome(outcome: Outcome) -> None:
-    """Print a row of the table, and what went wrong below it."""
-    errors = "-" if outcome.tool == PLAIN else "none told" if outcome.errors is None else str(outcome.errors)
+    """Print a row of the table, and the problems below it."""
+    errors = "-" if outcome.tool == PLAIN else "uncounted" if outcome.errors is None else str(outcome.errors)
     fine = "explained" if outcome.explained else "ok"
     verdict = fine if outcome.is_clean else "unfinished" if not outcome.finished else "LOOK"
     row = f"{outcome.family:<22} {outcome.tool:<10} {outcome.ran:>4} ran {len(outcome.failed):>3} failed"
@@ -283,19 +284,19 @@ def print_outcome(outcome: Outcome) -> None:
 
 
 def places(report: Report) -> str:
-    """Return the first accesses of a report in words."""
-    told = [
+    """Return the first accesses of a report as text."""
+    shown = [
         f"{x.kind} {x.kernel}+0x{x.offset:x}{'' if x.line is None else f' in {x.line[0]}:{x.line[1]}'}".strip()
         for x in report.accesses[:3]
     ]
-    return ", ".join(told) + (f" and {len(report.accesses) - 3} more" if len(report.accesses) > 3 else "")
+    return ", ".join(shown) + (f" and {len(report.accesses) - 3} more" if len(report.accesses) > 3 else "")
 
 
 def chosen_names(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
     """Return the names in a comma-separated option.
 
     Raises:
-        SystemExit: one of them is not known.
+        SystemExit: a name is unknown.
     """
     names = list(known) if text is None else text.split(",")
     for name in names:
@@ -308,7 +309,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--families", help="comma-separated; all unless given")
     parser.add_argument("--tools", help=f"comma-separated, of {PLAIN}, {', '.join(TOOLS)}; all unless given")
-    # Each process has a core, and libraries and a context of the GPU that take 2 GB.
+    # Each process takes a core, and 2 GB for libraries and a GPU context.
     parser.add_argument("-j", "--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--time-limit", type=float, default=420.0, help="seconds of a process (default: 420)")
     parser.add_argument("--output", type=Path, help="folder of the processes' output; a temporary one unless given")
@@ -327,7 +328,7 @@ def find_sanitizer() -> str:
     Raises:
         SystemExit: it is not installed.
     """
-    # The package's is found first: it may be newer than the toolkit.
+    # The pip package is found first, because it may be newer than the toolkit.
     packages = [Path(path, "nvidia", "cu13", "compute-sanitizer") for path in sys.path]
     folders = [*packages, *map(Path, os.environ.get("PATH", "").split(os.pathsep)), Path("/usr/local/cuda/bin")]
     found = next((x for x in (shutil.which("compute-sanitizer", path=folder) for folder in folders) if x), None)
@@ -340,7 +341,7 @@ def find_sanitizer() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return 0 when every process is clean, else 1."""
+    """Return 0 if every process is clean, else 1."""
     options = parse(arguments)
     if options.list:
         print("\n".join(FAMILIES))
@@ -361,7 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
         concurrent.futures.ThreadPoolExecutor(options.processes) as pool,
     ):
         start = functools.partial(pool.submit, run_process, options=options, caches=Path(caches))
-        # Slow ones first. What comes after a plain run finds the compile caches filled.
+        # Slow tools come first. Runs after a plain run find the compile caches filled.
         later = [tool for tool in ("initcheck", "racecheck", "memcheck") if tool in tools]
         first = [PLAIN] if PLAIN in tools else later
         waiting = {start(family, tool) for tool in first for family in families}

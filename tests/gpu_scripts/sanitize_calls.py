@@ -1,7 +1,7 @@
 """Small calls of every kernel family, in groups that run in one process each, for `sanitize.py`.
 
-A call computes the same results in two ways: by the kernels on a GPU, and on the CPU without them. The comparison is
-loose; it shows that the call was a real one. The tests of each operation compare exactly.
+A call computes the same results by kernels on a GPU and without them on the CPU. The comparison is loose and only shows
+that the call worked. The tests of each operation compare exactly.
 """
 
 import dataclasses
@@ -18,14 +18,15 @@ GPU = "cuda:0"
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of an operation, forward and backward where it has derivatives.
+    """One call of an operation, forward and backward if it has derivatives.
 
     Attributes:
-        name: of the call in its family.
-        compute: the results, given who computes them: an implementation (JAX) or a device (torch).
-        kernels: what `compute` takes for the kernels.
-        expected: what it takes for the results to compare with.
-        plain: what it takes for a computation without the library, of calls with results that are 0 but for rounding.
+        name: its name in the family.
+        compute: returns the results for an implementation (JAX) or a device (torch).
+        kernels: the argument of `compute` that selects the kernels.
+        expected: the argument of `compute` for the expected results.
+        plain: the argument of `compute` for a computation without the library, for calls with results that are 0 but
+            for rounding.
     """
 
     name: str
@@ -40,16 +41,16 @@ class Family:
     """Calls that run in one process.
 
     Attributes:
-        calls: makes them; imports what they need.
-        door: who launches the kernels, "torch" or "jax".
+        calls: returns the calls, and imports what they need.
+        framework: the framework that launches the kernels, "torch" or "jax".
     """
 
     calls: Callable[[], Iterator[Call]]
-    door: str
+    framework: str
 
 
 def _jitted(function: Callable[..., Any], *operands: Any) -> list[Any]:
-    """The leaves of what a compiled function returns."""
+    """Return the leaves of a compiled function's results."""
     return jax.tree.leaves(jax.jit(function)(*operands))
 
 
@@ -170,7 +171,7 @@ def _moba_torch() -> Iterator[Call]:
     from tests.torch import moba_torch_support
 
     def edited(case: Any, device: str) -> list[Any]:
-        """With a routing that names some blocks that are not the best, and lacks some own ones."""
+        """Attend with a routing that has some blocks that are not the best, and lacks some own blocks."""
         routing = moba_torch_support.route(case)(*moba_torch_support.tensors_of(case)[:2])
         indices = np.random.default_rng(3).integers(-2, routing.num_blocks + 2, routing.indices.shape, dtype=np.int32)
         given = dataclasses.replace(routing, indices=moba_torch_support.to_tensor(indices, device))
@@ -279,7 +280,7 @@ def _moba_paged() -> Iterator[Call]:
     from blockdiag import moba_paged_attention
 
     for name, case in _moba_paged_cases().items():
-        # Made before a trace of the call, which would leave its own values in the case.
+        # Arguments are created before the call is traced; otherwise the case would store traced values.
         def compute(implementation: str, case: Any = case, arguments: Any = case.arguments) -> list[Any]:
             options = dict(block_size=case.block_size, top_k=case.top_k, scale=case.paged.scale, return_residual=True)
             function = functools.partial(moba_paged_attention, **options, implementation=implementation)
@@ -304,7 +305,7 @@ def _moba_paged_torch() -> Iterator[Call]:
 
 
 def _with_gradients(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
-    """Outputs, and gradients of the floating-point arguments."""
+    """Return outputs, and gradients of the floating-point arguments."""
     places = [i for i, x in enumerate(given) if jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)]
 
     def of_floating(*floating: Any) -> Any:
@@ -337,7 +338,7 @@ def _fused_call(
 def _fused_by_name(
     name: str, function: Callable[..., Any], given: Callable[[], dict[str, Any]], plain: str | None = None
 ) -> Call:
-    """The same for a function whose arguments have names."""
+    """Return the call of a fused function with named arguments."""
     names = list(given())
     return _fused_call(
         name,
@@ -390,11 +391,11 @@ def _fused_distances() -> Iterator[Call]:
 def _resident(first: int) -> Iterator[Call]:
     from tests.fusion.resident_cases import CASES
 
-    # Programs of these go through more than one round of the others, which "shared" does as well.
+    # These only run more rounds of the other cases, as "shared" does.
     left_out = ("many_rows", "many_wide_rows")
     names = [name for name, case in CASES.items() if case.stays and name not in left_out]
     for name in names[first::2]:
-        # To add to all scores of a row changes nothing: gradients of these terms are 0.
+        # Adding a term to all scores of a row changes nothing, so the gradients of these terms are 0.
         plain = "plain" if name == "terms" else None
         yield _fused_by_name(name, CASES[name].function, CASES[name].inputs, plain)
 
@@ -466,7 +467,7 @@ FAMILIES = {
 
 
 def to_numpy(result: Any) -> np.ndarray:
-    """A result of either framework, floating-point ones in float32."""
+    """Return a result of either framework as a NumPy array, with floats in float32."""
     if not isinstance(result, (jax.Array, np.ndarray)):
         from tests.torch import torch_support
 
@@ -476,8 +477,11 @@ def to_numpy(result: Any) -> np.ndarray:
 
 
 def difference(found: np.ndarray, expected: np.ndarray) -> float:
-    """How far two results differ: the norm of the difference over that of the expected one, of finite numbers; of whole
-    numbers the share that differs. Infinite if they differ in shape, or in where they are not finite."""
+    """Return how far two results differ.
+
+    For floats this is the norm of the difference over the norm of the expected result, over finite elements. For
+    integers it is the fraction that differs. It is infinite if the shapes or the places of non-finite elements differ.
+    """
     if found.shape != expected.shape:
         return float("inf")
     if found.dtype.kind in "iub":
@@ -490,7 +494,7 @@ def difference(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def launched_kernels(call: Call, arch: int) -> set[str]:
-    """Names of the kernels that a call of JAX launches on an architecture, without a GPU."""
+    """Return the names of the kernels that a JAX call launches on an architecture, without a GPU."""
     from blockdiag.interop import compile_target
     from blockdiag.interop.jax_call import launch_p
     from blockdiag.triton_kernels.launch.plan import Target
@@ -516,5 +520,5 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def _kernel_name(plan: Any) -> str:
-    """Name of the function in the source; that of a generated kernel is the plan's."""
+    """Return the name of the function in the source; for a generated kernel, the name of the plan."""
     return plan.kernel.fn.__name__ if hasattr(plan.kernel, "fn") else plan.name

@@ -1,7 +1,7 @@
-"""Reports of compute-sanitizer that are explained: what a tool does not follow, as narrow as it can be told.
+"""Explained reports of compute-sanitizer: constructs that a tool does not follow, described as narrowly as possible.
 
-A report that no line of `KNOWN` matches is an error. Small kernels with the same things, and nothing else, are in
-false_alarms.py: `sanitize.py --families false_alarms` shows what the tools say of them.
+A report that matches no entry of `KNOWN` is an error. false_alarms.py has small kernels with only these constructs;
+`sanitize.py --families false_alarms` shows the tools' reports for them.
 """
 
 import functools
@@ -14,13 +14,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Access:
-    """Where a report says that memory is accessed.
+    """A memory access in a report.
 
     Attributes:
         kind: "Read" or "Write" of a hazard, "" elsewhere.
         kernel: the function, as the tool prints it.
-        offset: of the instruction in the kernel, in bytes.
-        line: file and number of the source's line; None where the kernel was compiled without lines, as JAX does.
+        offset: byte offset of the instruction in the kernel.
+        line: file and line number of the source; None if the kernel was compiled without lines, as JAX does.
     """
 
     kind: str
@@ -34,9 +34,9 @@ class Report:
     """One report of a tool.
 
     Attributes:
-        title: its first line, without places; of a copy by the host the second one, which says what is wrong.
-        accesses: in order.
-        call: of the family, in which it was reported; "" where the process ended before the call did.
+        title: its first line without locations; for a copy by the host the second line, which describes the error.
+        accesses: the accesses, in order.
+        call: the call of the family during which it was reported; "" if the process ended before the call did.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Report:
 
     @property
     def kernels(self) -> set[str]:
-        """The functions that it names."""
+        """The functions that the report names."""
         return {access.kernel for access in self.accesses}
 
 
@@ -60,10 +60,9 @@ _COPY = re.compile(r"Uninitialized access to 0x[0-9a-f]+ on access by (cudaMemcp
 
 
 def parse_reports(lines: Iterable[str]) -> Counter[Report]:
-    """Return the reports in the output of a process, which prints what call it has ended among them.
+    """Return the reports in the output of a process, which also prints a line when a call ends.
 
-    Reports that differ only in the thread, in the address or in the number of hazards are the same one; there may be
-    millions.
+    Reports that differ only in the thread, the address or the number of hazards count as equal. There may be millions.
     """
     found: Counter[Report] = Counter()
     of_call: Counter[tuple[str, tuple[Access, ...]]] = Counter()
@@ -108,19 +107,19 @@ def _accesses(text: str) -> tuple[Access, ...]:
 
 
 def _title(text: str) -> str:
-    """Without places, which accesses have, and addresses."""
+    """Return a title without locations, which accesses have, and without addresses."""
     return re.sub(r" at .*\+0x[0-9a-f]+.*$| access error at host access to 0x.*$", "", text)
 
 
 type Lines = Callable[[str, int, str], str]
-"""The text of a line of a file that has a kernel."""
+"""A function that returns the text of a line of a file that has a kernel."""
 
 
 def lines_in(*folders: Path) -> Lines:
-    """Return what finds the text of lines of files in these folders, "" of a file that is in none.
+    """Return a function that looks up lines of files in these folders; it returns "" for unknown files.
 
-    The tool names files without their folder: of several the one that defines the kernel is meant. Generated kernels'
-    sources are in files of their own, whose names are the last word of what the tool calls them.
+    The tool names files without their folder; of several files, the one that defines the kernel is meant. Generated
+    kernels have source files whose names are the last word of the tool's name for them.
     """
 
     @functools.cache
@@ -138,17 +137,17 @@ def lines_in(*folders: Path) -> Lines:
 
 @dataclass(frozen=True)
 class Known:
-    """A kind of report that is explained.
+    """A kind of explained report.
 
     Attributes:
-        tool: that reports it.
+        tool: the tool that reports it.
         title: a pattern of the whole title.
         kernels: a pattern of each kernel's whole name.
-        reason: what the tool does not follow, or why what it says cannot reach a result.
-        is_such: whether accesses are what the reason speaks of.
-        families: of which calls; all unless given.
-        calls: of the families; all unless given.
-        most: reports in one process.
+        reason: the construct that the tool does not follow, or why the reported access cannot affect a result.
+        is_such: predicate of the accesses that the reason describes.
+        families: the families of the calls; all if empty.
+        calls: the calls of these families; all if empty.
+        most: maximum number of reports in one process.
     """
 
     tool: str
@@ -161,7 +160,7 @@ class Known:
     most: int | None = None
 
     def matches(self, tool: str, family: str, report: Report, line_of: Lines) -> bool:
-        """Return whether it explains the report, but for the number of such reports."""
+        """Return whether this explains the report, regardless of the number of such reports."""
         return (
             tool == self.tool
             and family in (self.families or (family,))
@@ -174,21 +173,24 @@ class Known:
 
 
 def _has_text(access: Access, line_of: Lines, pattern: str) -> bool:
-    """Return whether the access's line has a text; where the kernel was compiled without lines, yes."""
+    """Return whether the line of an access matches a pattern; True if the kernel was compiled without lines."""
     return access.line is None or re.search(pattern, line_of(*access.line, access.kernel)) is not None
 
 
-# Warps wait for their partition at the kernel's beginning.
+# Warps wait for their partition at the start of the kernel.
 _FIRST_INSTRUCTIONS = 0x400
 
 
 def _is_of_specialisation(accesses: Sequence[Access], line_of: Lines) -> bool:
-    """A read where waiting warps fetch what to run, at the line of `def`, and writes there and where they are told:
-    that there is work, where the partitions begin, and that there is none, where the kernel ends."""
+    """Return whether accesses belong to warp specialisation.
+
+    Waiting warps read their next task at the line of `def`. Writes are there, and at the places that signal work: where
+    the partitions begin, and where the kernel ends.
+    """
     read, *writes = accesses
     begins = rf"^def {read.kernel}\("
 
-    def is_told(write: Access) -> bool:
+    def is_signal(write: Access) -> bool:
         if _has_text(write, line_of, rf"{begins}|warp_specialize\("):
             return True
         assert write.line is not None
@@ -201,12 +203,12 @@ def _is_of_specialisation(accesses: Sequence[Access], line_of: Lines) -> bool:
         and read.kind == "Read"
         and read.offset < _FIRST_INSTRUCTIONS
         and _has_text(read, line_of, begins)
-        and all(x.kind == "Write" and x.offset > read.offset and is_told(x) for x in writes)
+        and all(x.kind == "Write" and x.offset > read.offset and is_signal(x) for x in writes)
     )
 
 
 def _is_handed_over(accesses: Sequence[Access], line_of: Lines) -> bool:
-    """Stores on one side and loads on the other, of the memory that partitions hand to each other."""
+    """Return whether one side stores and the other loads memory that partitions hand over."""
     memory = r"\b(?:of_keys|keys_part|lines|half|other|memory)\b"
     texts = {"Write": rf"{memory}.*\.store\(|^gradient\.store\(", "Read": rf"{memory}.*\.load\("}
     kinds = [x.kind for x in accesses]
@@ -218,7 +220,7 @@ def _is_handed_over(accesses: Sequence[Access], line_of: Lines) -> bool:
 
 
 def _is_one_store(accesses: Sequence[Access], line_of: Lines) -> bool:
-    """One instruction with itself, where sums of products are stored."""
+    """Return whether one instruction, which stores sums of products, races with itself."""
     stores = r"^tl\.store\((?:p_delta|p_part|p_out) \+"
     return (
         len(accesses) > 1
@@ -229,13 +231,13 @@ def _is_one_store(accesses: Sequence[Access], line_of: Lines) -> bool:
 
 
 def _is_of_parts(accesses: Sequence[Access], line_of: Lines) -> bool:
-    """A load of parts, and not of their sums."""
+    """Return whether the accesses load parts and not their sums."""
     return all(_has_text(x, line_of, r"^b_part = tl\.load\(p_part \+") for x in accesses)
 
 
 _RACE = r"Error: Race reported between (?:Read|Write) access"
 _READ = r"Uninitialized __global__ memory read of size {} bytes"
-# Kernels whose results leave by the copy engine, and the families that launch them.
+# Kernels whose results the copy engine stores, and the families that launch them.
 _BY_COPY_ENGINE = (
     "block_diagonal", "block_diagonal_torch", "projection_torch", "pallas", "fuse_resident_1", "fuse_resident_2",
     "fuse_streamed_1", "fuse_streamed_2", "fuse_torch", "false_alarms",
@@ -322,7 +324,7 @@ KNOWN = {
         most=1,
     ),
 }
-"""By name."""
+"""The explained reports by name."""
 
 
 _DROPPED = re.compile(
@@ -343,8 +345,8 @@ def explain(
     counts: Counter[str] = Counter()
     rest: Counter[Report] = Counter()
     calls: set[str] = set()
-    told = {report: count for report, count in reports.items() if not _DROPPED.match(report.title)}
-    for report, count in told.items():
+    reported = {report: count for report, count in reports.items() if not _DROPPED.match(report.title)}
+    for report, count in reported.items():
         names = [name for name, known in KNOWN.items() if known.matches(tool, family, report, line_of)]
         most = KNOWN[names[0]].most if names else 0
         explained = count if most is None else min(count, most - counts[names[0]]) if names else 0
@@ -355,7 +357,7 @@ def explain(
             rest[report] += count - explained
     calls -= {report.call for report in rest}
     for report, count in reports.items():
-        if report in told:
+        if report in reported:
             continue
         # Only the end of a process tells how many there were in all its calls.
         if tool == "initcheck" and (report.call in calls or (not report.call and calls and not rest)):

@@ -328,7 +328,7 @@ def sine_kernel(p_x, p_out, num_elements, BLOCK: tl.constexpr):
 
 @dataclass(frozen=True)
 class SineSpec:
-    """out = sin(x) of any size: large angles are reduced by way of an array of each thread's own, in local memory."""
+    """out = sin(x) for any size; large angles are reduced with a per-thread array in local memory."""
 
     size: int
     name: str = "sine"

@@ -62,7 +62,7 @@ def test_unknown_functions_of_jaxlib_leave_the_public_crossing(names, problem, m
         context.setitem(sys.modules, "jaxlib._jax", SimpleNamespace(**given))
         found = jaxlib_launcher.dlpack_shortcut("cpu")
     try:
-        assert isinstance(found, str) and problem in found and "those of jax.dlpack serve" in found
+        assert isinstance(found, str) and problem in found and "those of jax.dlpack are used" in found
         described = {feature.name: feature for feature in jaxlib_launcher.describe_features()}
         assert described["jaxlib: DLPack on cpu"] == Feature("jaxlib: DLPack on cpu", False, found)
         tensor = torch.arange(6).to(torch.int32).reshape(2, 3).T
@@ -188,14 +188,14 @@ def packed_projection() -> torch.Tensor:
 
 
 REFUSED = {
-    "packed slice": (packed_projection, "no permutation of dense memory; pass tensor.contiguous"),
-    "every second": (lambda: torch.arange(16.0)[::2], "no permutation of dense memory"),
-    "columns": (lambda: torch.randn(64, 64)[:, :32], "no permutation of dense memory"),
-    "broadcast": (lambda: torch.randn(1, 16).expand(4, 16), "no permutation of dense memory"),
-    "overlapping": (lambda: torch.arange(16.0).as_strided((4, 4), (2, 1)), "no permutation of dense memory"),
+    "packed slice": (packed_projection, "not a permutation of dense memory; pass tensor.contiguous"),
+    "every second": (lambda: torch.arange(16.0)[::2], "not a permutation of dense memory"),
+    "columns": (lambda: torch.randn(64, 64)[:, :32], "not a permutation of dense memory"),
+    "broadcast": (lambda: torch.randn(1, 16).expand(4, 16), "not a permutation of dense memory"),
+    "overlapping": (lambda: torch.arange(16.0).as_strided((4, 4), (2, 1)), "not a permutation of dense memory"),
     "conjugate": (lambda: torch.randn(16, dtype=torch.complex64).conj(), r"pass tensor.resolve_conj\(\)"),
     "negative": (lambda: torch.randn(16, dtype=torch.complex64).conj().imag, r"resolve_neg\(\)"),
-    "misaligned": (lambda: torch.arange(65.0)[1:], r"no multiple of 64 bytes.*pass tensor.clone\(\)"),
+    "misaligned": (lambda: torch.arange(65.0)[1:], r"not a multiple of the 64 bytes.*pass tensor.clone\(\)"),
 }
 
 
@@ -277,7 +277,7 @@ def test_arrays_that_do_not_cross():
         to_torch(np.ones(3))
     with pytest.raises(TypeError, match="key_data"):
         to_torch(jax.random.key(0))
-    with pytest.raises(TypeError, match="int4, which torch has not"):
+    with pytest.raises(TypeError, match="int4, which torch does not support"):
         to_torch(jnp.zeros(4, jnp.int4))
     deleted = jnp.ones(3)
     deleted.delete()

@@ -230,7 +230,7 @@ def test_build_opaque_of_decomposed_descriptors_passes_as_many_flags_as_the_entr
     known = len(opaque_parameters(plan, compiled))
     # One flag more for each of the two descriptors; one for one of them is not known.
     assert len(opaque_parameters(plan, entry_with(compiled, 2))) == known + 2
-    with pytest.raises(NotImplementedError, match="in a way that is not known"):
+    with pytest.raises(NotImplementedError, match="in an unknown way"):
         jaxlib_launcher.build_opaque(plan, entry_with(compiled, 1))
 
 
@@ -265,7 +265,7 @@ UNKNOWN = {
     "a function is gone": ({"create_tma_descriptor_parameter": None}, "create_tma_descriptor_parameter"),
     "a class is gone": ({"TritonKernel": None}, "TritonKernel"),
     "other arguments": ({"TritonKernelCall": takes_other_arguments}, "TypeError"),
-    "another description": ({"TritonKernelCall": CallWithoutName}, "its description of a launch is not the known one"),
+    "another description": ({"TritonKernelCall": CallWithoutName}, "its description of a launch has an unknown form"),
 }
 
 

@@ -250,7 +250,7 @@ def test_static_argnames():
     assert x.grad.tolist() == [1] * 6
     with pytest.raises(TypeError, match=r"hashable.*static_argnames"):
         wrapped(x, [2, 3], axes=(0,))
-    with pytest.raises(ValueError, match="static_argnames='form' is no argument"):
+    with pytest.raises(ValueError, match="static_argnames='form' is not an argument"):
         wrap_jax(function, static_argnames="form")
 
 
@@ -314,7 +314,7 @@ def test_differentiable():
             assert x.grad is None
             torch.testing.assert_close(y.grad, x.detach())
     for wrong in ("z", 2, -1):
-        with pytest.raises(ValueError, match=r"differentiable=.* is no argument"):
+        with pytest.raises(ValueError, match=r"differentiable=.* is not an argument"):
             wrap_jax(function, differentiable=wrong)
 
 

@@ -1,6 +1,6 @@
-"""Shared code of append tests: poisoned caches, and an exact result computed by loops.
+"""Shared code of append tests: caches filled with poison, and an exact result computed by loops.
 
-`exact_append` is independent of the library: numpy, one token, head and element of a cache after the other.
+`exact_append` is independent of the library: NumPy, one token, head and element of a cache after the other.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ LENGTHS_LIKE = ("page_table", "kv_lengths", "query_lengths", "query_offsets")
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy type of a dtype name."""
+    """Return the NumPy dtype of a dtype name."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryCase:
-    """Tables by position of the sequence, by explicit positions, or by token, shared by a batch or not."""
+    """Tables by position in the sequence, by explicit positions, or by token, shared by batch rows or not."""
 
     tables: Literal["position", "explicit", "token", "shared token"] = "position"
     interleaved: bool = False
@@ -38,17 +38,18 @@ class RotaryCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AppendCase:
-    """One call, by its shapes and options.
+    """One call, described by shapes and options.
 
     Attributes:
-        before, new: keys of the sequences before the append, and new ones.
-        layout: whether rows are [B, T, ...] with T the most new ones (with `query_lengths` where some have fewer), or
-            packed by offsets, with `padding` rows at the end.
-        page_size: None for a contiguous cache of `room` keys.
-        key_dtype, value_dtype: of the pages; None for that of the key.
-        key_scale, value_scale: None, the shape of what is given, or pages that are written.
-        block_size: of the means that are kept, or None.
-        magnitude: of the keys and values.
+        before, new: number of keys of each sequence before the append, and of new ones.
+        layout: whether rows are [B, T, ...], where T is the largest number of new tokens (with `query_lengths` if some
+            sequences have fewer), or packed by offsets, with `padding` rows at the end.
+        page_size: tokens of a page; None for a contiguous cache of `room` keys.
+        key_dtype, value_dtype: dtypes of the pages; None for that of the key.
+        key_scale, value_scale: None, the form of a given scale ("number", "scalar" or "head"), or "token" for scales
+            that are computed and written to pages.
+        block_size: keys of a block whose mean is maintained, or None.
+        magnitude: the magnitude of keys and values.
     """
 
     before: tuple[int, ...]
@@ -86,7 +87,7 @@ class AppendCase:
         return (self.batch, max(self.new, default=0))
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
-        """Every argument of a call that is an array, in numpy; pages hold poison wherever no key lies."""
+        """Return every array argument of a call as a NumPy array; pages hold poison where they have no keys."""
         generator = np.random.default_rng(seed)
         arguments: dict[str, Any] = {}
         sizes = {"key": self.head_dim, "value": self.value_dim}
@@ -126,7 +127,7 @@ class AppendCase:
         return arguments
 
     def _fill(self, arguments: dict[str, Any], generator: np.random.Generator) -> None:
-        """Keys and values that were there before."""
+        """Write the keys and values of earlier tokens."""
         for sequence, length in enumerate(self.before):
             for position in range(length):
                 page, offset = place_of(arguments, sequence, position)
@@ -135,7 +136,7 @@ class AppendCase:
                     arguments[name][page, offset] = _rounded(generator.normal(size=row.shape), row.dtype.name)
 
     def rotary_argument(self, seed: int = 1) -> Rotary | None:
-        """Random tables (cos² + sin² is not 1) and positions."""
+        """Return random tables (cos² + sin² is not 1) and positions."""
         if self.rotary is None:
             return None
         generator = np.random.default_rng(seed)
@@ -160,19 +161,19 @@ class AppendCase:
         )
 
     def append(self, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
-        """The call as a function of its arguments, by name."""
+        """Return the call as a function of its arguments, by name."""
         return functools.partial(
             call, rotary=self.rotary_argument(), block_size=self.block_size, implementation=implementation
         )
 
     def results(self, implementation: str | None, arguments: dict[str, Any]) -> dict[str, np.ndarray]:
-        """What a compiled call returns, every argument traced, by name."""
+        """Return the results of a compiled call by name, with every argument traced."""
         results = _compiled(self, implementation)(**arguments)
         return {name: np.asarray(x) for name, x in zip(self.written, results, strict=True)}
 
     @property
     def written(self) -> tuple[str, ...]:
-        """What the call returns."""
+        """The names of the results."""
         is_written = {
             "key_scale": self.key_scale == "token",
             "value_scale": self.value_scale == "token",
@@ -187,12 +188,12 @@ def _compiled(case: AppendCase, implementation: str | None) -> Callable[..., tup
 
 
 def call(*, page_table: Any = None, **arguments: Any) -> tuple[jax.Array, ...]:
-    """`append_to_pages` with every argument by name, and none for the table of a contiguous cache."""
+    """Call `append_to_pages` with every argument by name, and without a table for a contiguous cache."""
     return append_to_pages(page_table=page_table, **arguments)
 
 
 def place_of(arguments: dict[str, Any], sequence: int, position: int) -> tuple[int, int] | None:
-    """Page of a position of a sequence, and its row in the page; None where there is none."""
+    """Return the page of a position and its row in the page, or None if there is none."""
     num_pages, page_size = arguments["key_pages"].shape[:2]
     table = arguments.get("page_table")
     if position < 0 or position >= (page_size if table is None else table.shape[1] * page_size):
@@ -202,7 +203,7 @@ def place_of(arguments: dict[str, Any], sequence: int, position: int) -> tuple[i
 
 
 def token_rows(case: AppendCase, arguments: dict[str, Any]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Sequence, position and row of each new token."""
+    """Return sequence, position and row of each new token."""
     tokens, lengths = [], arguments["kv_lengths"]
     for sequence in range(case.batch):
         if case.layout == "packed":
@@ -218,7 +219,7 @@ def token_rows(case: AppendCase, arguments: dict[str, Any]) -> list[tuple[int, i
 
 
 def exact_append(case: AppendCase, arguments: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What the call returns, by name; products of rotations in float64, divisions in float32 as they are defined."""
+    """Return the expected results by name; rotations are float64, and divisions float32 as defined."""
     results = {name: arguments[name].copy() for name in case.written}
     tokens = token_rows(case, arguments)
     for sequence, position, row in tokens:
@@ -249,7 +250,7 @@ def exact_append(case: AppendCase, arguments: dict[str, Any]) -> dict[str, np.nd
 
 
 def _complete(case: AppendCase, arguments: dict[str, Any], results: dict[str, Any], sequence: int, last: int) -> None:
-    """The mean of the block that a position ends, if it ends one."""
+    """Write the mean of the block that ends at a position, if one does."""
     block = last // case.block_size
     places = [place_of(arguments, sequence, last - back) for back in range(case.block_size)]
     if last < 0 or (last + 1) % case.block_size or None in places or block >= case.max_blocks:
@@ -289,7 +290,7 @@ def _turned(case: AppendCase, x: np.ndarray, position: int, row: tuple[int, ...]
 
 
 def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Rounded to nearest even, at most the largest number of a dtype of eight bits."""
+    """Round to nearest even, saturating at the largest finite number of an 8-bit dtype."""
     if dtype in EIGHT_BITS:
         largest = float(ml_dtypes.finfo(dtype).max)
         x = np.clip(x, -largest, largest)
@@ -297,15 +298,16 @@ def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def bits(x: np.ndarray) -> np.ndarray:
-    """The bytes of an array, which compare poison too."""
+    """Return the bytes of an array, so that NaN poison compares equal."""
     return np.ascontiguousarray(x).view(np.uint8)
 
 
 def assert_appended(case: AppendCase, actual: dict[str, np.ndarray], arguments: dict[str, Any]) -> None:
-    """What is written is right, and not a bit of the rest changed.
+    """Assert that written elements are right and no other bit changed.
 
-    Pages must be exact where nothing is computed but one division; after a rotation, or with a computed scale, they may
-    err by one unit in the last place, which sums of other order round to. Means may err by that of their float32 sum.
+    Pages must be exact if the only computation is one division. After a rotation, or with a computed scale, they may
+    err by one unit in the last place, because sums in another order round differently. Means may err by the error of
+    their float32 sum.
     """
     exact = exact_append(case, arguments)
     for name, wanted in exact.items():
@@ -325,11 +327,11 @@ def assert_appended(case: AppendCase, actual: dict[str, np.ndarray], arguments: 
         tolerance = float(ml_dtypes.finfo(result.dtype).eps) if is_narrow else 1e-5
         smallest = float(ml_dtypes.finfo(result.dtype).smallest_subnormal) if is_narrow else 1e-6
         if name == "key_centroids" and (case.rotary is not None or case.key_scale == "token"):
-            # A few keys may have been rounded the other way; of each, the mean has a share.
+            # A few keys may round in the other direction, and the mean includes a share of each.
             key_eps = float(ml_dtypes.finfo(arguments["key_pages"].dtype).eps)
             smallest += 4 * key_eps * float(np.abs(arguments["key"].astype(np.float64)).max()) / case.block_size
         np.testing.assert_allclose(
             numbers, wanted_numbers, rtol=1.01 * tolerance, atol=1.01 * smallest, err_msg=f"{name} of {case}"
         )
-        # Few of many elements lie so near to a tie.
+        # Only a few elements are close enough to a tie.
         assert not is_narrow or (numbers != wanted_numbers).sum() <= 0.05 * numbers.size, f"{name} of {case}"

@@ -1,6 +1,6 @@
-"""Cases of key convolution, an exact result computed by loops, and what error is allowed.
+"""Cases of key convolution, an exact result computed by loops, and allowed errors.
 
-`exact_convolution` is independent of the library: numpy, float64, one sequence and one tap at a time.
+`exact_convolution` is independent of the library: NumPy, float64, one sequence and one tap at a time.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ RESULTS = ("output", "key gradient", "weights gradient")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvolutionCase:
-    """One call of key convolution, by its shapes and options.
+    """One call of key convolution, described by shapes and options.
 
-    `layout` says how `lengths` are meant: as equal sequences of a batch, or as sequences packed by offsets, which
-    `padding` rows follow.
+    With `layout` "batch", `lengths` are equal sequences of a batch. Otherwise they are sequences packed by offsets,
+    followed by `padding` rows.
     """
 
     lengths: tuple[int, ...]
@@ -47,14 +47,14 @@ class ConvolutionCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """All options of a call but who computes it."""
+        """Return all options of a call except the implementation."""
         options: dict[str, Any] = {"activation": self.activation, "residual": self.residual}
         if self.layout == "offsets":
             options["sequence_offsets"] = np.cumsum([0, *self.lengths], dtype=np.int32)
         return options
 
     def operands(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Random key, weights, and cotangent of the output."""
+        """Return random key, weights, and cotangent of the output."""
         generator = np.random.default_rng(seed)
         heads = (self.key_heads, self.head_dim)
         key, weights, cotangent = (
@@ -65,17 +65,17 @@ class ConvolutionCase:
         return to_array(key, self.dtype), to_array(weights, weights_dtype), to_array(cotangent, self.dtype)
 
     def convolve(self, implementation: Any = None) -> Callable[..., jax.Array]:
-        """The operation on key and weights."""
+        """Return the operation as a function of key and weights."""
         return functools.partial(key_convolution, implementation=implementation, **self.options)
 
     def results(self, implementation: Any = None, seed: int = 0) -> tuple[jax.Array, ...]:
-        """Output and gradients of key and weights."""
+        """Return the output and the gradients of key and weights."""
         run = functools.partial(value_and_gradients, self.convolve(implementation))
         return compiled_quickly(run)(*self.operands(seed))
 
 
 def exact_convolution(case: ConvolutionCase, operands: Sequence[Any]) -> tuple[np.ndarray, ...]:
-    """Output and gradients of key and weights in float64."""
+    """Return the output and the gradients of key and weights in float64."""
     shape = np.shape(operands[0])
     heads = (case.key_heads, case.head_dim)
     key, weights, cotangent = (np.asarray(x).astype(np.float64) for x in operands)
@@ -85,7 +85,7 @@ def exact_convolution(case: ConvolutionCase, operands: Sequence[Any]) -> tuple[n
     for length in case.lengths:
         rows = slice(start, start + length)
         past = np.concatenate([np.zeros((case.size - 1, *heads)), key[rows]])
-        # Row `tap` of the weights meets what lies `size - 1 - tap` tokens back.
+        # Row `tap` of the weights multiplies the key `size - 1 - tap` tokens back.
         total = sum((weights[tap] * past[tap : tap + length] for tap in range(case.size)), np.zeros((length, *heads)))
         sigmoid = 1 / (1 + np.exp(-total))
         is_silu = case.activation == "silu"
@@ -102,7 +102,7 @@ def exact_convolution(case: ConvolutionCase, operands: Sequence[Any]) -> tuple[n
 
 
 def assert_accurate(actual: Sequence[Any], exact: Sequence[np.ndarray], operands: Sequence[Any]) -> None:
-    """Each element may err by half a unit in its last place, for its one rounding, and by what float32 sums err."""
+    """Assert that each element errs by at most half a unit in the last place, plus the error of float32 sums."""
     dtypes = (operands[0].dtype, operands[0].dtype, operands[1].dtype)
     for name, result, true, dtype in zip(RESULTS, actual, exact, dtypes, strict=True):
         assert result.shape == true.shape and result.dtype == dtype, name

@@ -1,7 +1,7 @@
-"""Shared cases for tests of MoBA's public functions, and a dense computation to compare with.
+"""Shared cases for tests of MoBA's public functions, and a dense computation for comparison.
 
-Both are independent of the library: which keys a query sees is found by loops in numpy, and attention is a dense
-softmax with that mask and its gradients, in numpy too, where a new shape needs no compilation.
+Both are independent of the library. Loops in NumPy determine the keys that a query sees. Attention is a dense softmax
+with that mask, with gradients, also in NumPy, so that new shapes need no compilation.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from tests.support import compiled_quickly, to_array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoBACase:
-    """One call by its shapes and options; `padding` rows follow the last packed sequence, of queries and of keys.
+    """One call, described by shapes and options; `padding` rows follow the last packed sequence of queries and of keys.
 
-    `mask` is the share of keys that the key mask takes out, None for no mask.
+    `mask` is the fraction of keys that the key mask removes, None for no mask.
     """
 
     lengths: tuple[int, ...]
@@ -40,14 +40,14 @@ class MoBACase:
 
     @property
     def both_lengths(self) -> list[tuple[int, int]]:
-        """Query and key tokens of each sequence."""
+        """Return query tokens and key tokens of each sequence."""
         return list(zip(self.lengths, self.key_lengths or self.lengths, strict=True))
 
     def tokens_shape(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
         return (len(lengths), lengths[0]) if self.layout == "batch" else (sum(lengths) + self.padding,)
 
     def operands(self, seed: int = 0) -> tuple[jax.Array, ...]:
-        """Random query, key, value, and cotangents of the output and the log-sum-exp."""
+        """Return random query, key, value, and cotangents of the output and the log-sum-exp."""
         generator = np.random.default_rng(seed)
         query_tokens, key_tokens = self.tokens_shape(self.lengths), self.tokens_shape(self.key_lengths or self.lengths)
         shapes = [
@@ -76,7 +76,7 @@ class MoBACase:
         return result
 
     def attend(self, implementation: str | None, **more: Any) -> Callable[..., Any]:
-        """The operation on query, key and value, with output and log-sum-exp."""
+        """Return the operation as a function of query, key and value, with output and log-sum-exp."""
         return functools.partial(
             moba_attention, scale=self.scale, return_residual=True, **self._options(implementation), **more
         )
@@ -95,11 +95,11 @@ class MoBACase:
         )
 
     def results(self, implementation: str | None, routing: Routing | None = None) -> tuple[jax.Array, ...]:
-        """Output, log-sum-exp, and gradients of query, key and value."""
+        """Return output, log-sum-exp, and gradients of query, key and value."""
         return compiled_call(self, implementation)(routing, *self.operands())
 
     def sequences(self) -> list[tuple[tuple[int, ...], slice, tuple[int, ...], slice]]:
-        """Of each sequence the batch index and rows of its queries, and those of its keys."""
+        """Return, for each sequence, the batch index and rows of its queries, and those of its keys."""
         if self.layout == "batch":
             return [((b,), slice(0, tq), (b,), slice(0, tk)) for b, (tq, tk) in enumerate(self.both_lengths)]
         result, query_start, key_start = [], 0, 0
@@ -111,7 +111,7 @@ class MoBACase:
 
 @functools.cache
 def compiled_call(case: MoBACase, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
-    """From a routing or None and operands to results; compiled once for all routings, operands and tests."""
+    """Return a function from a routing or None and operands to results, compiled once for all tests."""
 
     def compute(routing: Routing | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
         more = {} if routing is None else {"routing": routing}
@@ -121,14 +121,14 @@ def compiled_call(case: MoBACase, implementation: str | None) -> Callable[..., t
 
 
 def value_and_gradients(function: Callable[..., Any], *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Output and log-sum-exp of `function` on query, key and value, and their gradients."""
+    """Return output and log-sum-exp of `function` on query, key and value, and their gradients."""
     *inputs, cotangent, log_sum_cotangent = operands
     (output, log_sum), pull_back = jax.vjp(function, *inputs)
     return output, log_sum, *pull_back((cotangent, log_sum_cotangent))
 
 
 def dense_routing(case: MoBACase, query: Any, key: Any) -> np.ndarray:
-    """Block numbers that each query sees, int32 [*batch, T, N, k], as the definition says, by loops in float64."""
+    """Return the blocks that each query sees by definition, int32 [*batch, T, N, k], by loops in float64."""
     query, key = (np.asarray(x).astype(np.float64) for x in (query, key))
     mask = case.key_mask()
     result = np.full((*query.shape[:-1], case.top_k), -1, np.int32)
@@ -157,7 +157,7 @@ def dense_routing(case: MoBACase, query: Any, key: Any) -> np.ndarray:
 
 
 def dense_mask(case: MoBACase, routing: np.ndarray) -> np.ndarray:
-    """Which keys each query sees, bool [*batch, T, N, S], of what a routing names."""
+    """Return the keys that each query sees under a routing, bool [*batch, T, N, S]."""
     key_tokens = case.tokens_shape(case.key_lengths or case.lengths)[-1]
     result = np.zeros((*routing.shape[:-1], key_tokens), bool)
     mask = case.key_mask()
@@ -179,7 +179,7 @@ def dense_mask(case: MoBACase, routing: np.ndarray) -> np.ndarray:
 
 
 def dense_results(case: MoBACase, routing: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
-    """What `MoBACase.results` should be, in float64, with the routing that the definition says or a given one."""
+    """Return the expected `MoBACase.results` in float64, with the routing by definition or a given one."""
     query, key, value, cotangent, log_sum_cotangent = (np.asarray(x).astype(np.float64) for x in case.operands())
     seen = dense_mask(case, dense_routing(case, query, key) if routing is None else routing)
     group_size = case.query_heads // case.key_heads
@@ -208,7 +208,7 @@ def dense_results(case: MoBACase, routing: np.ndarray | None = None) -> tuple[np
 
 
 def assert_accurate(case: MoBACase, actual: tuple[jax.Array, ...], expected: tuple[np.ndarray, ...]) -> None:
-    """Output, log-sum-exp and gradients to the precision of the case's dtype."""
+    """Assert that output, log-sum-exp and gradients are accurate to the case's dtype."""
     query, key, *_ = case.operands()
     tolerance = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}[case.dtype]
     shapes = (query.shape, query.shape[:-1], query.shape, key.shape, key.shape)

@@ -1,6 +1,6 @@
 """Shared code of tests of MoBA's implementations: random canonical calls, an exact result, allowed errors.
 
-Tables, routing, lists and attention are computed here by loops in numpy, independently of the library.
+Loops in NumPy compute tables, routing, lists and attention, independently of the library.
 """
 
 import dataclasses
@@ -27,26 +27,26 @@ MODULES = {
     "triton": "blockdiag.ops.moba.triton",
 }
 
-# Those that run on a CPU only through an interpreter of their kernels.
+# Implementations that run on a CPU only through an interpreter of their kernels.
 INTERPRETED = frozenset({"triton"})
 
 
 def load(implementation: str) -> ModuleType:
-    """The module of an implementation, by name."""
+    """Return the module of an implementation."""
     return importlib.import_module(MODULES[implementation])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoBACase:
-    """One canonical call, by its shapes and options.
+    """One canonical call, described by shapes and options.
 
     Attributes:
         lengths: tokens of the sequences.
-        key_lengths: keys of the sequences where they are not as many as queries.
-        padding: rows after the last sequence, of queries and of keys.
-        masked: share of keys that the key mask takes out; None for no mask.
-        edits: how the routing differs from the one that scores give: "none", "random" (any blocks allowed, in any
-            number and order) or "own" (random, and own blocks seen by some queries only).
+        key_lengths: number of keys of each sequence, if it differs from the number of queries.
+        padding: rows after the last sequence of queries and of keys.
+        masked: fraction of keys that the key mask removes; None for no mask.
+        edits: how the routing differs from that of the scores: "none", "random" (any allowed blocks, in any number and
+            order) or "own" (random, and only some queries see their own block).
         spare_blocks: unused rows of the block table.
     """
 
@@ -67,7 +67,7 @@ class MoBACase:
 
     @property
     def sequences(self) -> list[tuple[int, int, int, int]]:
-        """First query row, queries, first key row and keys of each sequence."""
+        """Return the first query row, number of queries, first key row and number of keys of each sequence."""
         found, query_row, key_row = [], 0, 0
         for length, key_length in zip(self.lengths, self.key_lengths or self.lengths, strict=True):
             found.append((query_row, length, key_row, key_length))
@@ -95,7 +95,7 @@ class MoBACase:
 
     @functools.cached_property
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tables of blocks and of queries, built one token at a time."""
+        """The block table and the query table, built one token at a time."""
         problem = self.problem
         blocks = np.zeros((problem.num_blocks, 4), np.int32)
         queries = np.zeros((problem.query_tokens, 4), np.int32)
@@ -122,7 +122,7 @@ class MoBACase:
         if self.masked is None:
             return None
         mask = np.random.default_rng(7).uniform(size=self.problem.key_tokens) >= self.masked
-        # One block without any key.
+        # One block has no unmasked key.
         mask[self.block_size : 2 * self.block_size] = False
         return mask
 
@@ -148,7 +148,7 @@ class MoBACase:
 
     @functools.cached_property
     def lists(self) -> Lists:
-        """The lists of `chosen`, one pair at a time. What no list covers is nonsense."""
+        """The lists of `chosen`, built one pair at a time. Entries that no list covers are garbage."""
         problem = self.problem
         num_pairs = problem.query_tokens * problem.slots
         offsets, counts = (np.zeros((problem.query_heads, problem.num_blocks), np.int32) for _ in range(2))
@@ -163,7 +163,7 @@ class MoBACase:
         return Lists(offsets, counts, entries, (self.chosen >= 0).sum(axis=-1, dtype=np.int32))
 
     def is_seen(self) -> np.ndarray:
-        """Which keys each query of each head sees, bool [N, query_tokens, key_tokens]."""
+        """The keys that each query of each head sees, bool [N, query_tokens, key_tokens]."""
         problem, (blocks, queries) = self.problem, self.tables
         seen = np.zeros((problem.query_heads, problem.query_tokens, problem.key_tokens), bool)
         for n, t in np.ndindex(seen.shape[:2]):
@@ -175,7 +175,7 @@ class MoBACase:
         return seen if self.key_mask is None else seen & self.key_mask
 
     def operands(self, seed: int = 0) -> tuple[jax.Array, ...]:
-        """Random query, key, value and cotangents of output and log-sum-exp."""
+        """Return random query, key, value and cotangents of output and log-sum-exp."""
         generator, problem = np.random.default_rng(seed), self.problem
         shapes = [
             (problem.query_tokens, problem.query_heads, problem.head_dim),
@@ -189,40 +189,40 @@ class MoBACase:
         return *(to_array(x, self.dtype) for x in arrays), to_array(log_sum_cotangent.astype(wide))
 
     def arguments(self) -> tuple[Any, ...]:
-        """What follows query, key and value in a call: key mask, tables, lists and own."""
+        """The arguments after query, key and value in a call: key mask, tables, lists and own."""
         tree = (self.key_mask, *self.tables, self.lists, self.own)
         return jax.device_put(tree)
 
     def skip_unless_supported(self, implementation: str) -> None:
-        """Skip the test where an implementation cannot compute this case, with its reason."""
+        """Skip the test, with the reason, if an implementation cannot compute this case."""
         module = load(implementation)
         reason = module.available() or module.supports(self.problem)
         if reason is not None:
             pytest.skip(reason)
 
     def compute(self, implementation: str) -> Callable[..., tuple[jax.Array, ...]]:
-        """A compiled function from operands and arguments to output, log-sum-exp and gradients of the operands."""
+        """Return a compiled function of operands and arguments: output, log-sum-exp and gradients of the operands."""
         return _compiled_call(self.problem, implementation, implementation in INTERPRETED)
 
     def results(self, implementation: str) -> tuple[jax.Array, ...]:
-        """Output, log-sum-exp and gradients of query, key and value."""
+        """Return output, log-sum-exp and gradients of query, key and value."""
         return self.compute(implementation)(*self.operands(), self.arguments())
 
     def route(self, implementation: str, operands: Sequence[jax.Array] | None = None) -> np.ndarray:
-        """The routing that an implementation computes, of this case's operands or others."""
+        """Return the routing that an implementation computes for this case's operands, or for others."""
         query, key, *_ = self.operands() if operands is None else operands
         key_mask, blocks, queries, *_ = self.arguments()
         route = _compiled_routing(self.problem, implementation, implementation in INTERPRETED)
         return np.asarray(route(query, key, key_mask, blocks, queries))
 
     def make_lists(self, implementation: str) -> Lists:
-        """The lists of this case's routing that an implementation makes."""
+        """Return the lists that an implementation makes of this case's routing."""
         options = {"interpret": implementation in INTERPRETED}
         make = functools.partial(load(implementation).make_lists, self.problem, **options)
         return jax.tree.map(np.asarray, compiled_quickly(make)(self.chosen))
 
 
-# Compiled once for all cases, tests and values of one problem: tables and routings are arguments.
+# Compiled once for all cases, tests and values of one problem, because tables and routings are arguments.
 
 
 @functools.cache
@@ -244,7 +244,10 @@ def _compiled_routing(problem: MoBAProblem, implementation: str, interpret: bool
 
 
 def exact_routing(case: MoBACase, operands: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The routing, int32 [N, query_tokens, slots], and float64 scores [N, query_tokens, num_blocks], -inf if barred."""
+    """Return routing, int32 [N, query_tokens, slots], and float64 scores [N, query_tokens, num_blocks].
+
+    Scores of blocks that a query may not choose are -inf.
+    """
     query, key = (np.asarray(x).astype(np.float64) for x in operands[:2])
     problem, (blocks, queries) = case.problem, case.tables
     chosen = np.full((problem.query_heads, problem.query_tokens, problem.slots), -1, np.int32)
@@ -263,7 +266,7 @@ def exact_routing(case: MoBACase, operands: Sequence[Any]) -> tuple[np.ndarray, 
 
 
 def exact_moba(case: MoBACase, operands: Sequence[Any]) -> tuple[np.ndarray, ...]:
-    """Output, log-sum-exp and gradients in float64, query by query and head by head."""
+    """Return output, log-sum-exp and gradients in float64, query by query and head by head."""
     query, key, value, cotangent, log_sum_cotangent = (np.asarray(x).astype(np.float64) for x in operands)
     problem, seen = case.problem, case.is_seen()
     output, query_gradient, key_gradient, value_gradient = (np.zeros_like(x) for x in (query, query, key, value))
@@ -287,12 +290,12 @@ def exact_moba(case: MoBACase, operands: Sequence[Any]) -> tuple[np.ndarray, ...
 
 
 def naive_moba(case: MoBACase, operands: Sequence[Any]) -> tuple[np.ndarray, ...]:
-    """The same by dense computations in the case's own dtype: the error that people live with today."""
+    """Compute `exact_moba` by dense computations in the case's own dtype, as usual implementations do."""
     return naive_dense_attention(case.is_seen(), case.problem.scale, *(np.asarray(x) for x in operands))
 
 
 def assert_accurate(case: MoBACase, actual: Sequence[Any], operands: Sequence[jax.Array]) -> None:
-    """Each result may err at most twice as much as the naive computation, plus two units in the last place."""
+    """Assert that each result errs by at most twice the naive computation's error, plus two units in the last place."""
     exact = exact_moba(case, operands)
     problem = case.problem
     naive = naive_moba(case, operands) if problem.query_tokens and problem.key_tokens else exact
@@ -300,7 +303,7 @@ def assert_accurate(case: MoBACase, actual: Sequence[Any], operands: Sequence[ja
     for name, result, true, rough in zip(RESULTS, actual, exact, naive, strict=True):
         assert result.shape == true.shape, name
         if name == "log_sum":
-            # Float32 whatever the operands are, so that the naive computation's error is no measure.
+            # The log-sum-exp is float32 for all operands, so the naive computation's error is not used for it.
             assert result.dtype == wide
             blind = true == -np.inf
             np.testing.assert_array_equal(np.asarray(result) == -np.inf, blind, err_msg=f"blind rows of {case}")
@@ -309,7 +312,7 @@ def assert_accurate(case: MoBACase, actual: Sequence[Any], operands: Sequence[ja
         else:
             assert result.dtype == operands[0].dtype, name
             unit = float(jnp.finfo(result.dtype).eps) * np.abs(true).max(initial=0.0)
-            # What is exactly 0, such as the query gradient of a row that sees one key, may be a rounding away from it.
+            # An exact 0, such as the query gradient of a row that sees one key, may be off by a rounding error.
             unit += 16 * float(jnp.finfo(wide).eps)
             allowed = 2 * largest_error(rough, true) + 2 * unit
         error = largest_error(result, true)

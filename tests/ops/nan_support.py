@@ -1,4 +1,4 @@
-"""Functions of scores that have something to say about NaN, and how results with NaN are compared."""
+"""Functions of scores that treat NaN specially, and comparison of results with NaN."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from jax import lax
 TOKENS, HEADS, WIDTH = 64, 2, 32
 
 ROWS = (3, 17, 40)
-"""Queries that have a NaN somewhere among their scores."""
+"""Queries that have a NaN among their scores."""
 
 FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "as they are": lambda x: x,
@@ -61,7 +61,7 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def attention(function: Callable[[jax.Array], jax.Array], mask: Any = None) -> Callable[..., jax.Array]:
-    """Attention by a function of scores, to which a bias is added before."""
+    """Return attention by a function of scores, applied after a bias is added."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
         scores = jnp.einsum("tnh,snh->nts", query, key) / WIDTH**0.5 + bias
@@ -74,7 +74,7 @@ def attention(function: Callable[[jax.Array], jax.Array], mask: Any = None) -> C
 
 
 def operands(dtype: Any = jnp.float32) -> list[jax.Array]:
-    """Query, key, value and a bias with NaN: one element of a row, two of one, and all of one."""
+    """Return query, key, value and a bias with NaN: one element of a row, two of another, and all of a third."""
     draw = np.random.default_rng(0)
     shapes = 3 * [(TOKENS, HEADS, WIDTH)] + [(HEADS, TOKENS, TOKENS)]
     *rest, bias = (draw.normal(size=shape).astype(np.float32) for shape in shapes)
@@ -86,7 +86,7 @@ def operands(dtype: Any = jnp.float32) -> list[jax.Array]:
 
 
 def assert_same_nan(found: Sequence[Any], expected: Sequence[Any], tolerance: float) -> None:
-    """NaN is in the same places of both, and elsewhere they are close."""
+    """Assert that NaN is in the same places of both, and that other elements are close."""
     for one, other in zip(found, expected, strict=True):
         one, other = (np.asarray(x, np.float32) for x in (one, other))
         np.testing.assert_array_equal(np.isnan(one), np.isnan(other))

@@ -1,4 +1,4 @@
-"""One call or more of every public operation, small, as functions of named arrays whose shapes follow from a size."""
+"""Small calls of every public operation, as functions of named arrays whose shapes follow from a size."""
 
 import dataclasses
 import functools
@@ -41,12 +41,12 @@ class OpCall:
     """A call.
 
     Attributes:
-        function: of the arrays, by name, and of `implementation`.
-        shapes: of float32 arrays, for a batch size or number of sequences, which may be symbolic.
-        integer_shapes: likewise, of int32 arrays.
+        function: function of the arrays, by name, and of `implementation`.
+        shapes: shapes of the float32 arrays, given a batch size or number of sequences, which may be symbolic.
+        integer_shapes: shapes of the int32 arrays, likewise.
         integers: their values.
-        differentiated: names of the arrays that it is differentiated by.
-        implementations: those that it has.
+        differentiated: names of the arrays whose gradients are computed.
+        implementations: names of its implementations.
     """
 
     function: Callable[..., Any]
@@ -57,7 +57,7 @@ class OpCall:
     implementations: tuple[str, ...] = IMPLEMENTATIONS
 
     def arrays(self, size: int, seed: int = 0) -> dict[str, jax.Array]:
-        """Arrays of a size."""
+        """Return arrays of a size."""
         draw = np.random.default_rng(seed)
         floats = {
             name: jnp.asarray(draw.normal(size=shape).astype(np.float32)) for name, shape in self.shapes(size).items()
@@ -67,18 +67,18 @@ class OpCall:
         return floats | integers
 
     def types(self, size: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """Types of the arrays, of a size that may be symbolic."""
+        """Return the types of the arrays, for a size that may be symbolic."""
         floats = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self.shapes(size).items()}
         return floats | {
             name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in self.integer_shapes(size).items()
         }
 
     def bound(self, implementation: str | None) -> Callable[..., Any]:
-        """The function of its arrays."""
+        """Return the function of its arrays."""
         return functools.partial(self.function, implementation=implementation)
 
     def loss(self, implementation: str | None) -> Callable[..., jax.Array]:
-        """The sum of squares of the results, as a function of the arrays."""
+        """Return the sum of squares of the results, as a function of the arrays."""
 
         def compute(**arrays: jax.Array) -> jax.Array:
             return sum(jnp.sum(x**2) for x in jax.tree.leaves(self.function(implementation=implementation, **arrays)))
@@ -86,7 +86,7 @@ class OpCall:
         return compute
 
     def gradients(self, implementation: str | None, *, is_checkpointed: bool = False) -> Callable[..., Any]:
-        """Gradients of `loss` by the arrays that the call is differentiated by."""
+        """Return the gradients of `loss` with respect to the differentiated arrays."""
         loss = self.loss(implementation)
 
         def compute(**arrays: jax.Array) -> Any:
@@ -326,16 +326,16 @@ CALLS = {
 
 
 def pairs(names: tuple[str, ...] | None = None) -> list[tuple[str, str | None]]:
-    """Names of calls and implementations, None among these; of one implementation that is run None alone."""
+    """Return pairs of call name and implementation, including None for the default implementation."""
     return [(name, x) for name in names or CALLS for x in (None, *CALLS[name].implementations)]
 
 
 def mark_covered(cases: Iterable[tuple[str, str | None]]) -> list[Any]:
-    """Parameters of a test for these names and implementations; those that others cover are marked `exhaustive`.
+    """Return test parameters for these pairs; those covered by others are marked `exhaustive`.
 
-    Without these, every operation still meets every implementation, and every variant of an operation (a name with a
-    comma, as "moba, offsets") meets the default implementation and kernels. What only a variant with one of `COMPILED`
-    gets wrong under the tested transformation is left to `./do test-all`.
+    Without the marked ones, every operation still runs with every implementation. Every variant of an operation (a name
+    with a comma, such as "moba, offsets") runs with the default implementation and with kernels. Errors of a variant
+    with one of `COMPILED` under the tested transformation are left to `./do test-all`.
     """
     return [
         pytest.param(
@@ -347,9 +347,9 @@ def mark_covered(cases: Iterable[tuple[str, str | None]]) -> list[Any]:
 
 @functools.cache
 def expected_results(name: str, size: int, seed: int = 0, *, is_gradient: bool = False) -> Any:
-    """What a call, or its gradients, compute with `arrays(size, seed)` by its first implementation.
+    """Return the results of a call, or its gradients, for `arrays(size, seed)` by its first implementation.
 
-    Files compare every implementation and every transformation with these results, which are computed once.
+    Test files compare every implementation and transformation with these results, which are computed once.
     """
     call = CALLS[name]
     function = (call.gradients if is_gradient else call.bound)(call.implementations[0])

@@ -1,6 +1,6 @@
-"""Programs as XLA compiles them for users, each against exact results; test_optimised_programs runs this.
+"""Checks of programs that XLA compiles with its usual options; test_optimised_programs runs this file.
 
-The tests' own programs are compiled without optimisation and without XLA's compiler of fusions, which is a setting of a
+The tests' own programs are compiled without optimisation and without XLA's fusion compiler. These settings hold for a
 whole process.
 """
 

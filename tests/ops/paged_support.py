@@ -1,6 +1,6 @@
-"""Shared code of paged attention tests: poisoned random caches, an exact result, allowed errors.
+"""Shared code of paged attention tests: random caches filled with poison, an exact result, allowed errors.
 
-Caches, masks and attention are computed here by loops in numpy, independently of the library.
+Loops in NumPy compute caches, masks and attention, independently of the library.
 """
 
 import dataclasses
@@ -24,29 +24,29 @@ MODULES = {
     "triton": "blockdiag.ops.paged.triton",
 }
 
-# Those that run on a CPU only through an interpreter of their kernels.
+# Implementations that run on a CPU only through an interpreter of their kernels.
 INTERPRETED = frozenset({"triton"})
 
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
-# What unused entries of a page table hold.
+# Values of unused entries of a page table.
 GARBAGE = (2**31 - 1, -(2**31), -1, 10**6, 0)
 
 
 def load(implementation: str) -> ModuleType:
-    """The module of an implementation, by name."""
+    """Return the module of an implementation."""
     return importlib.import_module(MODULES[implementation])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedCase:
-    """One canonical call, by its shapes and options.
+    """One canonical call, described by shapes and options.
 
     Attributes:
-        kv_lengths: keys of the sequences.
-        query_lengths: queries of the sequences where they have fewer than `query_tokens`.
-        cache_dtype: of keys, and of values unless `value_dtype` says otherwise; None for the query's.
-        page_size: None for a contiguous cache.
+        kv_lengths: number of keys of each sequence.
+        query_lengths: number of queries of each sequence, if some have fewer than `query_tokens`.
+        cache_dtype: dtype of keys, and of values if `value_dtype` is None; None for the query's dtype.
+        page_size: tokens of a page; None for a contiguous cache.
         spare_pages: columns of the page table beyond what the longest sequence needs.
         score_scale: whether there is a factor for each sequence and key head.
     """
@@ -110,7 +110,7 @@ class PagedCase:
 
     @functools.cached_property
     def dense(self) -> dict[str, np.ndarray]:
-        """What the call is about, without pages: each sequence's keys, values and scales [B, longest, K, ...]."""
+        """The operands without pages: each sequence's keys, values and scales [B, longest, K, ...]."""
         problem, generator, longest = self.problem, np.random.default_rng(0), max(self.kv_lengths)
         tokens = (problem.batch, longest, problem.key_heads)
         rows = (problem.batch, problem.query_tokens, problem.query_heads)
@@ -133,7 +133,7 @@ class PagedCase:
 
     @functools.cached_property
     def table(self) -> np.ndarray:
-        """The page table: pages of a random permutation of the pool, and garbage behind those that are used."""
+        """The page table: pages in a random permutation of the pool, and garbage in unused entries."""
         problem = self.problem
         if not problem.has_page_table:
             return np.arange(problem.batch, dtype=np.int32)[:, None]
@@ -145,7 +145,7 @@ class PagedCase:
         return table
 
     def paged(self, rows: np.ndarray) -> np.ndarray:
-        """Rows [B, longest, ...] of the sequences in the pages of a pool that holds NaN everywhere else."""
+        """Return rows [B, longest, ...] of the sequences in the pages of a pool with NaN everywhere else."""
         problem = self.problem
         pool = np.full((problem.num_pages, problem.page_size, *rows.shape[2:]), np.nan, rows.dtype)
         for b, length in enumerate(self.kv_lengths):
@@ -171,11 +171,11 @@ class PagedCase:
         )
 
     def operands(self) -> tuple[jax.Array | None, ...]:
-        """What an implementation takes after the problem."""
+        """The operands of an implementation after the problem."""
         return jax.device_put(self._operands)
 
     def arguments(self) -> dict[str, Any]:
-        """The same as arguments of the public function."""
+        """The call as arguments of the public function."""
         names = ("query", "key_pages", "value_pages", "page_table", "kv_lengths", "query_lengths", "sinks")
         problem, operands = self.problem, self.operands()
         *_, score_scale, key_scales, value_scales = operands
@@ -190,31 +190,31 @@ class PagedCase:
         )
 
     def compute(self, implementation: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """The compiled function of an implementation."""
+        """Return the compiled function of an implementation."""
         return compiled_call(self.problem, implementation)
 
     def results(self, implementation: str) -> tuple[jax.Array, jax.Array]:
-        """Output and log-sum-exp."""
+        """Return output and log-sum-exp."""
         return self.compute(implementation)(*self.operands())
 
 
 # Compiled once for all cases, tests and values of one problem.
 @functools.cache
 def compiled_call(problem: PagedProblem, implementation: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The function of an implementation that computes `problem`."""
+    """Return the compiled function of an implementation for `problem`."""
     options = {"interpret": implementation in INTERPRETED}
     return compiled_quickly(functools.partial(load(implementation).forward, problem, **options))
 
 
 def exact_paged(case: PagedCase) -> tuple[np.ndarray, np.ndarray]:
-    """Output [B, T, N, V] and log-sum-exp [B, T, N] in float64, query by query and head by head."""
+    """Return output [B, T, N, V] and log-sum-exp [B, T, N] in float64, query by query and head by head."""
     return _by_loops(case, np.float64, lambda x: x)
 
 
 def naive_output(case: PagedCase) -> np.ndarray:
-    """The output by dense computations in the output's own dtype: the error that people live with today.
+    """Return the output of dense computations in the output's own dtype, as usual implementations compute it.
 
-    Queries, keys and values with their scales, scores and softmax are each rounded to it; sums are float32.
+    Queries, keys and values with their scales, scores and softmax are each rounded to that dtype; sums are float32.
     """
     if case.dtype == "float64":
         return exact_paged(case)[0]
@@ -261,13 +261,13 @@ def _is_seen(case: PagedCase, position: int, key: int) -> bool:
 
 
 def assert_accurate(case: PagedCase, actual: Sequence[Any]) -> None:
-    """The output may err at most twice as much as the naive computation, plus two units in the last place."""
+    """Assert that the output errs by at most twice the naive computation's error, plus two units in the last place."""
     output, log_sum = actual
     assert_output_accurate(case, output)
     wide = jnp.float64 if case.dtype == "float64" else jnp.float32
     true = exact_paged(case)[1]
     assert log_sum.dtype == wide and log_sum.shape == true.shape
-    # Float32 whatever the operands are, so that the naive computation's error is no measure.
+    # The log-sum-exp is float32 for all operands, so the naive computation's error is not used for it.
     np.testing.assert_array_equal(np.asarray(log_sum) == -np.inf, true == -np.inf, err_msg=f"blind rows of {case}")
     log_sum, true = (np.where(true == -np.inf, 0, x) for x in (log_sum, true))
     error, allowed = largest_error(log_sum, true), 64 * float(jnp.finfo(wide).eps) * (1 + np.abs(true).max())
@@ -275,7 +275,7 @@ def assert_accurate(case: PagedCase, actual: Sequence[Any]) -> None:
 
 
 def assert_output_accurate(case: PagedCase, output: Any) -> None:
-    """The same of an output alone."""
+    """Assert the accuracy of an output alone; see `assert_accurate`."""
     true, rough = exact_paged(case)[0], naive_output(case)
     assert output.dtype == case.problem.output_dtype and output.shape == true.shape
     unit = float(jnp.finfo(output.dtype).eps) * np.abs(true).max(initial=0.0)
@@ -287,7 +287,7 @@ def assert_output_accurate(case: PagedCase, output: Any) -> None:
 def simple_arguments(
     batch: int = 2, tokens: int = 1, *, seed: int = 0, pages: int = 7, dtype=jnp.float32
 ) -> dict[str, jax.Array]:
-    """A call of up to 12 keys in pages of 4, two key heads."""
+    """Return the arguments of a call with up to 12 keys in pages of 4, and two key heads."""
     generator = np.random.default_rng(seed)
     shapes = dict(query=(batch, tokens, 4, 8), key_pages=(pages, 4, 2, 8), value_pages=(pages, 4, 2, 8))
     return dict(

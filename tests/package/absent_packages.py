@@ -1,6 +1,6 @@
-"""A pytest plugin (`-p tests.package.absent_packages`) that hides what only documentation, release and some tests need.
+"""A pytest plugin (`-p tests.package.absent_packages`) that hides packages for documentation, release and some tests.
 
-It stands for a machine that has the frameworks and pytest, but not the extras `test` and `docs`.
+It simulates a machine with the frameworks and pytest, but without the extras `test` and `docs`.
 """
 
 import importlib.machinery

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of torch."""
+"""Fixtures of the torch tests."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def interpreted_paged_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The native path with Triton's interpreter in place of the launcher; gives the module of paged attention's."""
+    """Run the native path with Triton's interpreter instead of the launcher, and yield paged attention's module."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
     from blockdiag.interop.interpreter.launch import interpret

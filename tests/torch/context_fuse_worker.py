@@ -1,4 +1,4 @@
-"""A worker process for tests of `fuse` with `context_parallel`."""
+"""Worker process for tests of `fuse` with `context_parallel`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ OWN, WIDTH = 16, 8
 
 
 def grouped(query: Any, key: Any, value: Any, mask: Any, bias: Any = None) -> Any:
-    """Attention of groups of query heads [B, T, N, H] to key heads, with a bias [heads, T, S] or [T, S]."""
+    """Attend from groups of query heads [B, T, N, H] to key heads, with a bias [heads, T, S] or [T, S]."""
     query = (query * query.shape[-1] ** -0.5).reshape(*query.shape[:2], key.shape[2], -1, query.shape[3])
     scores = jnp.einsum("btkgh,bskh->bkgts", query, key)
     if bias is not None:
@@ -31,7 +31,7 @@ def grouped(query: Any, key: Any, value: Any, mask: Any, bias: Any = None) -> An
 
 
 def places(x: Any) -> tuple[Any, Any]:
-    """The places of queries and of keys."""
+    """Return the positions of queries and of keys."""
     place = jnp.arange(x.shape[1])
     return place[:, None], place[None, :]
 
@@ -47,13 +47,13 @@ def biased(query: Any, key: Any, value: Any, bias: Any) -> Any:
 
 
 def twice_biased(query: Any, key: Any, value: Any, table: Any, bias: Any) -> Any:
-    """A bias for each head and each distance up to 15, and one for each query and key."""
+    """Attend with a bias for each head and each distance up to 15, and one for each query and key."""
     row, column = places(query)
     return biased(query, key, value, table[:, jnp.clip(row - column, -15, 15) + 15] + bias)
 
 
 def layer(x: Any, weights: Any, projection: Any, number: Any) -> Any:
-    """A layer with a norm, rotary embedding by position, documents, and a residual."""
+    """Compute a layer with a norm, rotary embedding by position, documents, and a residual."""
     hidden = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
     query, key, value = jnp.einsum("btd,ndkh->nbtkh", hidden, weights)
     angles = jnp.arange(x.shape[1])[:, None, None] / 100.0 ** jnp.linspace(0, 1, WIDTH // 2)
@@ -70,7 +70,7 @@ def layer(x: Any, weights: Any, projection: Any, number: Any) -> Any:
 
 
 def heads_first(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-    """Layout [B, N, T, H], each query over all keys; with the log-sum-exp."""
+    """Attend in layout [B, N, T, H] without a mask, and return the log-sum-exp too."""
     scores = query @ key.mT / WIDTH**0.5
     return jax.nn.softmax(scores) @ value, jax.nn.logsumexp(scores, -1)
 
@@ -89,16 +89,16 @@ def check_shared(
     constant: Sequence[torch.Tensor] = (),
     **options: Any,
 ) -> None:
-    """Compare processes that share tokens with one process, gradients too, and with themselves.
+    """Compare results and gradients of processes that share tokens with one process, and repeat the call.
 
     Args:
-        function: what is fused.
+        function: the function to fuse.
         whole: operands of one process that have a gradient.
-        axes: of tokens of all operands.
+        axes: the token axes of all operands.
         context: the processes.
-        strategy: what `explain` says about it.
+        strategy: the expected description by `explain`.
         constant: further operands.
-        options: of `fuse`.
+        options: options of `fuse`.
     """
 
     def parts(tensors: Sequence[torch.Tensor], axes: Sequence[int | None]) -> list[torch.Tensor]:
@@ -126,7 +126,7 @@ def check_shared(
 
 
 def check_fuse(case: str) -> None:
-    """Each strategy, masks by position and by document, biases of all kinds, and what is around attention."""
+    """Check each strategy, masks by position and by document, biases of all kinds, and operations around attention."""
     count = dist.get_world_size()
     total, few, many = OWN * count, operands(1), operands(count)
     tokens = (1, 1, 1)
@@ -160,7 +160,7 @@ def check_fuse(case: str) -> None:
 
 
 def check_fuse_kernels(strategy: str | None = None) -> None:
-    """The kernels themselves, in the interpreter on a CPU, with rows in zigzag order and nothing of JAX around them."""
+    """Check the kernels in the interpreter on a CPU, with rows in zigzag order and without JAX around them."""
     steps: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "_InJax", steps.append)
@@ -169,10 +169,10 @@ def check_fuse_kernels(strategy: str | None = None) -> None:
 
 
 def check_fuse_rounding(strategy: str, implementation: str, most: float) -> None:
-    """Gradients that processes add up are rounded once: they are as exact as those of one process.
+    """Check that gradients summed over processes are rounded once, so they are as exact as those of one process.
 
     Args:
-        strategy, implementation: of the call.
+        strategy, implementation: arguments of the call.
         most: the largest ratio of errors, against float64, of four processes to one process.
     """
     context, total, width = world(strategy), OWN * dist.get_world_size(), 16
@@ -208,7 +208,7 @@ def check_fuse_rounding(strategy: str, implementation: str, most: float) -> None
 
 
 def check_fuse_refusals() -> None:
-    """Errors say what is wrong and what to do, in every process, before anything but numbers of tokens is sent."""
+    """Check that errors name the problem and the remedy in every process, before anything but token counts is sent."""
     rank, count = dist.get_rank(), dist.get_world_size()
     query, key, value = (own_part(x, 1, world()).contiguous() for x in operands(1))
     few = [own_part(x, 1, world())[:, :3] for x in operands(1)]
@@ -226,14 +226,14 @@ def check_fuse_refusals() -> None:
             fuse(causal, context_parallel=world(), **options)
     with pytest.raises(ValueError, match="`token_axes` is for `context_parallel`, which is None"):
         fuse(causal, token_axes=1)
-    # Heads are not tokens, and queries are not whole.
+    # Heads are not tokens, and queries must not be whole.
     refused("must name axes of queries, or of keys .*, has neither queries nor keys", heads_first, query, key, value)
     refused("names no axis that becomes the queries", heads_first, query, key, value, axes=(None, 2, 2))
     refused(r"`token_axes` has the axis 4 for `args\[0\]`, of shape", causal, query, key, value, axes=4)
     refused("does not fit the 3 arguments", causal, query, key, value, axes=(1, 1))
     refused(r"got \[3, 4.*give each process", causal, *(x[:, : 3 + rank] for x in (query, key, value)))
     refused("strategy 'ulysses' needs an axis .* use strategy='gather' or 'ring'", causal, *few, strategy="ulysses")
-    # What is around attention.
+    # Operations around attention.
     own = query, key, value
     refused("`cumsum` at .* may: it runs along", lambda x, *rest: causal(jnp.cumsum(x, 1), *rest), *own)
     refused("`reduce_sum` at .* may: it runs", lambda *x: causal(*x).sum(1), *own)

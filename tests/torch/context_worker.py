@@ -1,4 +1,4 @@
-"""A worker process for tests of `context_parallel`: four of them on CPUs, or one for each GPU."""
+"""Worker process for tests of `context_parallel`: four processes on CPUs, or one for each GPU."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ BLOCK, HEAD_DIM = 16, 16
 
 
 def own_part(x: torch.Tensor, tokens: int, context: ContextParallel) -> torch.Tensor:
-    """This process's part of a tensor."""
+    """Return this process's part of a tensor."""
     return x.chunk(context.size, tokens)[context.rank]
 
 
@@ -35,14 +35,14 @@ def world(strategy: Any = None) -> ContextParallel:
 def operands(
     tokens: int, key_heads: int, batch: tuple[int, ...] = (2,), count: int | None = None, group: int = 2
 ) -> list[torch.Tensor]:
-    """Query, key and value of all processes, or of so many, with a group of query heads for each key head."""
+    """Return query, key and value of all processes, with a group of query heads for each key head."""
     total = tokens * (count or dist.get_world_size())
     shapes = [(*batch, total, heads, HEAD_DIM) for heads in (group * key_heads, key_heads, key_heads)]
     return [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
 
 
 def differentiated(attend: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Results and gradients, of cotangents that depend on the results."""
+    """Return results and gradients, for cotangents that depend on the results."""
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
     results = attend(*leaves)
     results = (results,) if isinstance(results, torch.Tensor) else results
@@ -51,7 +51,7 @@ def differentiated(attend: Callable[..., Any], leaves: Sequence[torch.Tensor]) -
 
 
 def expected_of(attend: Callable[..., Any], whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Results and gradients of one process, which all are sent: most of the time on CPUs is compilation."""
+    """Return one process's results and gradients, broadcast to all, because compilation is slow on CPUs."""
     found = [[x.cpu() for x in differentiated(attend, whole)]] if dist.get_rank() == 0 else [None]
     dist.broadcast_object_list(found)
     (expected,) = found
@@ -65,10 +65,10 @@ def assert_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def assert_shared(attend: Callable[..., Any], whole: Sequence[torch.Tensor], context: ContextParallel) -> None:
-    """Assert that processes which share tokens compute what one process does, the same each time.
+    """Assert that processes that share tokens compute the results of one process, and the same ones each time.
 
     Args:
-        attend: of operands, and of `context_parallel` or not.
+        attend: function of operands, and optionally of `context_parallel`.
         whole: the operands of one process, [.., T, heads, elements].
         context: the processes.
     """
@@ -77,13 +77,13 @@ def assert_shared(attend: Callable[..., Any], whole: Sequence[torch.Tensor], con
     shared = functools.partial(attend, context_parallel=context)
     found, again = differentiated(shared, parts), differentiated(shared, parts)
     for one, other, second in zip(found, expected, again, strict=True):
-        # The log-sum-exp has no axis of elements.
+        # The log-sum-exp has no axis of head elements.
         assert_alike(one, own_part(other, -3 if other.ndim == whole[0].ndim else -2, context))
         assert torch.equal(one, second)
 
 
 def check_moba(strategy: str | None, case: str) -> None:
-    """MoBA with each strategy: packed, masked over one axis of a mesh, and batched with few key heads."""
+    """Check MoBA with each strategy: packed, masked over one axis of a mesh, and batched with few key heads."""
     context, count = world(strategy), dist.get_world_size()
     options: dict[str, Any] = {"block_size": BLOCK, "top_k": 3, **implementation()}
     own, key_heads, group, batch, mask = 2 * BLOCK, 2 * count, 2, (2,), None
@@ -96,11 +96,11 @@ def check_moba(strategy: str | None, case: str) -> None:
         edges = [0, 21, 21, count * own * 2 // 3, count * own - 11]
         options |= {"sequence_offsets": int32(edges), "return_residual": True}
     elif case == "masked":
-        # Batch rows would be over the other axis of the mesh; here all processes along it have the same ones.
+        # Batch rows could be over the other axis of the mesh; here all processes along it have the same ones.
         mesh = mesh_of(count // 2, 2, names=("data", "tokens"))
         context, count = ContextParallel(mesh["tokens"], strategy), 2
         mask = random(*batch, own * count, seed=7) > -0.8
-        # A query that sees no key has a log-sum-exp of minus infinity, and the gradient of its sine is NaN.
+        # A query that sees no key has the log-sum-exp -inf, and the gradient of its sine would be NaN.
         mask[:, 0] = True
         options |= {"is_causal": strategy == "ulysses", "return_residual": True}
 
@@ -112,7 +112,7 @@ def check_moba(strategy: str | None, case: str) -> None:
 
 
 def check_block_diagonal(case: str) -> None:
-    """Cuts between blocks and within, packed sequences, blocks with lengths, and blocks of several processes."""
+    """Check cuts between and within blocks, packed sequences, blocks with lengths, and blocks of several processes."""
     count = dist.get_world_size()
     own, batch, key_heads, options = 24, (2,), 1, {"block_size": BLOCK, **implementation()}
     total = own * count
@@ -144,7 +144,7 @@ def int32(values: Sequence[int]) -> torch.Tensor:
 
 
 def check_key_convolution(is_packed: bool) -> None:
-    """Keys are those of one process, and gradients of weights add up to those of one process."""
+    """Check that keys equal those of one process, and that gradients of weights add up to those of one process."""
     context, options = world(), implementation()
     total = 24 * context.size
     if is_packed:
@@ -161,7 +161,7 @@ def check_key_convolution(is_packed: bool) -> None:
 
 
 def check_transfers_beside_attention() -> None:
-    """The next heads are on their way before attention of these begins, and so are gradients in the backward pass."""
+    """Check that the next heads are in flight before attention to the present ones, also in the backward pass."""
     events: list[str] = []
 
     class Attend(torch.autograd.Function):
@@ -195,15 +195,15 @@ def check_transfers_beside_attention() -> None:
         output.sum().backward()
     both = "issue issue", "finish finish"
     assert forward == " ".join([*both, both[0], "attend issue", both[1], "attend issue", both[1]])
-    # The gradient of the second group's output has arrived, and that of the first one's is on its way.
+    # The gradient of the second group's output has arrived, and that of the first group's output is in flight.
     backward = ["issue issue finish attend", both[0], "finish attend", both[1], *both]
     assert " ".join(events) == " ".join(backward)
     torch.testing.assert_close(output, query + key)
 
 
 def check_compiled() -> None:
-    """The call runs between graphs, and is refused where there may be only one."""
-    # Compiled in one process, whose group is its own.
+    """Check that the call runs between graphs, and is refused where only one graph is allowed."""
+    # Compiled in one process, whose group consists of itself.
     group = dist.new_group([0])
     if dist.get_rank() == 0:
         context, options = ContextParallel(group), implementation()
@@ -222,7 +222,7 @@ def check_compiled() -> None:
 
 
 def check_refusals() -> None:
-    """Errors say what is wrong and what to do, in every process, before anything is communicated."""
+    """Check that errors name the problem and the remedy in every process, before anything is communicated."""
     rank, count = dist.get_rank(), dist.get_world_size()
     query, key, value = (own_part(x, -3, world()) for x in operands(24, 1, group=3))
     moba = functools.partial(moba_attention, query, key, value, block_size=BLOCK, top_k=2)
@@ -230,7 +230,7 @@ def check_refusals() -> None:
     with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses', 'gather' or 'ring', got 'rings'"):
         world("rings")
     for call in (moba, attend, functools.partial(key_convolution, key, random(4, 1, HEAD_DIM, seed=1))):
-        with pytest.raises(ValueError, match=r"strategy 'ring' serves `fuse` alone, not .*; (use|leave)"):
+        with pytest.raises(ValueError, match=r"strategy 'ring' supports only `fuse`, not .*; (use|leave)"):
             call(context_parallel=world("ring"))
     with pytest.raises(
         ValueError, match="a multiple or a divisor of these, got 3 query heads and 1 key heads; use strategy='gather'"
@@ -239,11 +239,11 @@ def check_refusals() -> None:
     pad = rf"`block_size`=16; pad the {24 * count} tokens to {32 * count}, or use strategy='ulysses'"
     with pytest.raises(ValueError, match=pad):
         moba(context_parallel=world())
-    with pytest.raises(ValueError, match="neither `routing` nor `key_sequence_offsets`; leave them out"):
+    with pytest.raises(ValueError, match="does not support `routing` or `key_sequence_offsets`; leave them out"):
         moba(context_parallel=world(), key_sequence_offsets=int32([0, 24]))
     with pytest.raises(ValueError, match="as many queries as keys"):
         moba_attention(query[:, :16], key, value, block_size=BLOCK, top_k=2, context_parallel=world())
-    with pytest.raises(ValueError, match="strategy 'gather' does not serve `block_diagonal_attention`"):
+    with pytest.raises(ValueError, match="strategy 'gather' does not support `block_diagonal_attention`"):
         attend(context_parallel=world("gather"))
     with pytest.raises(
         ValueError, match=rf"and 1 key heads; batched sequences of {100 * count} tokens, {24 * count} here"
@@ -261,7 +261,7 @@ def check_refusals() -> None:
     with pytest.raises(ValueError, match=r"`sequence_offsets` describes one packed token axis"):
         attend(sequence_offsets=int32([0, 24 * count]), context_parallel=world())
     if device() == "cpu":
-        # Numbers on a GPU are not looked at.
+        # Values on a GPU are not checked.
         with pytest.raises(ValueError, match=rf"must end within the {24 * count} tokens of `query`, got {25 * count}"):
             block_diagonal_attention(
                 query[0], key[0], value[0], sequence_offsets=int32([0, 25 * count]), context_parallel=world()

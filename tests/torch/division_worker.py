@@ -1,4 +1,4 @@
-"""A worker process for tests of division: any even number of them, on CPUs or GPUs."""
+"""Worker process for tests of division: an even number of processes, on CPUs or GPUs."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from blockdiag.torch import (
     rotary_tables,
 )
 
-# Sizes of a process's part are the same in most checks, because most of the time on CPUs is compilation.
+# Most checks use the same sizes, because compilation takes most of the time on CPUs.
 ROWS, TOKENS, HEAD_DIM, BLOCK = 2, 32, 16, 16
 ATTEND: dict[str, Callable[..., Any]] = {
     "block_diagonal": functools.partial(block_diagonal_attention, block_size=BLOCK),
@@ -45,12 +45,12 @@ ROW_AXIS, HEAD_AXIS = 0, 2
 
 
 def implementation() -> dict[str, Any]:
-    """The fastest to compile on CPUs, and the kernels on GPUs."""
+    """Return the implementation that compiles fastest on CPUs, or the kernels on GPUs."""
     return {"implementation": "reference" if device() == "cpu" else None}
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
-    """The same in every process."""
+    """Return random numbers that are the same in every process."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device())
 
 
@@ -63,18 +63,18 @@ def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
 
 
 def spread(x: torch.Tensor, mesh: DeviceMesh, *axes: int | None) -> DTensor:
-    """A DTensor that is sharded over one of its axes for each axis of the mesh; None for none."""
+    """Return a DTensor sharded over one of its axes for each mesh axis; None for no axis."""
     return distribute_tensor(x, mesh, [Replicate() if axis is None else Shard(axis) for axis in axes])
 
 
 def heads_of(key_heads: int, query_heads: int) -> list[torch.Tensor]:
-    """Query, key, value and a cotangent of the output."""
+    """Return query, key, value and a cotangent of the output."""
     counts = (query_heads, key_heads, key_heads, query_heads)
     return [random(ROWS, TOKENS, count, HEAD_DIM, seed=seed) for seed, count in enumerate(counts)]
 
 
 def expected_of(name: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Output and gradients by a matrix of all scores, which nothing needs to compile."""
+    """Return output and gradients from a matrix of all scores, which needs no compilation."""
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     query, key, value = leaves
     group = query.shape[2] // key.shape[2]
@@ -82,7 +82,7 @@ def expected_of(name: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]
     block = torch.arange(TOKENS, device=device()) // BLOCK
     seen = block[:, None] == block
     if name == "moba":
-        # With two blocks and two choices a query sees everything before it.
+        # With two blocks and two choices, a query sees all earlier keys.
         seen = (torch.arange(TOKENS)[:, None] >= torch.arange(TOKENS)).to(device())
     scores = torch.einsum("btnh,bsnh->bnts", query, key) * HEAD_DIM**-0.5
     output = torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
@@ -90,7 +90,7 @@ def expected_of(name: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, *placements: Placement) -> None:
-    """A DTensor, placed so where placements are given, with the expected values."""
+    """Assert that a DTensor has the expected values, and the given placements if any."""
     assert isinstance(actual, DTensor), type(actual)
     assert not placements or actual.placements == placements, actual.placements
     tolerance = 1e-5 if device() == "cpu" else 5e-5
@@ -104,7 +104,7 @@ def differentiated(attend: Callable[..., Any], parts: Sequence[torch.Tensor]) ->
 
 
 def check_few_key_heads(name: str, key_heads: int, is_compiled: bool) -> None:
-    """Query heads over all processes, fewer key heads on each of them: nothing is communicated."""
+    """Check query heads over all processes with fewer key heads, which communicate nothing."""
     count = dist.get_world_size()
     mesh, inputs = mesh_of(count), heads_of(key_heads, 2 * count)
     parts = [spread(x, mesh, axis) for x, axis in zip(inputs, (HEAD_AXIS, None, None, HEAD_AXIS), strict=True)]
@@ -121,7 +121,7 @@ def check_few_key_heads(name: str, key_heads: int, is_compiled: bool) -> None:
 
 
 def check_rows_and_few_key_heads(name: str) -> None:
-    """Batch rows over one axis of the mesh and query heads over the other, one key head for all."""
+    """Check batch rows over one mesh axis and query heads over the other, with one key head for all."""
     count = dist.get_world_size() // 2
     mesh = mesh_of(count, 2)
     inputs = [torch.cat([x + number for number in range(count)]) for x in heads_of(1, 4)]
@@ -136,7 +136,7 @@ def check_rows_and_few_key_heads(name: str) -> None:
 
 
 def check_heads_that_do_not_divide() -> None:
-    """Three query heads over an even number of processes are gathered, with a warning."""
+    """Check that three query heads over an even number of processes are gathered, with a warning."""
     mesh, inputs = mesh_of(dist.get_world_size()), heads_of(1, 3)
     parts = [spread(x, mesh, axis) for x, axis in zip(inputs, (HEAD_AXIS, None, None, HEAD_AXIS), strict=True)]
     with pytest.warns(UserWarning, match=r"`block_diagonal_attention`: axis 2 \(`key_heads group`\) of an operand"):
@@ -146,7 +146,7 @@ def check_heads_that_do_not_divide() -> None:
 
 
 def check_channels() -> None:
-    """Key convolution of keys whose elements of heads are sharded, and whose weights are not."""
+    """Check key convolution of keys with sharded head elements and replicated weights."""
     count = dist.get_world_size()
     inputs = [random(*shape, seed=seed) for seed, shape in enumerate(((ROWS, TOKENS, 1, 4 * count), (3, 1, 4 * count)))]
     whole = [x.clone().requires_grad_() for x in inputs]
@@ -162,7 +162,7 @@ def check_channels() -> None:
 
 
 def step(arrays: dict[str, torch.Tensor], rotary: Rotary) -> tuple[torch.Tensor, ...]:
-    """Append one token to each sequence, then attend to the cache in both ways."""
+    """Append one token to each sequence, then attend to the cache with and without MoBA."""
     cache = {name: arrays[name] for name in ("key_pages", "value_pages", "page_table", "kv_lengths")}
     append_to_pages(
         arrays["key"], arrays["value"], *cache.values(), rotary=rotary, key_centroids=arrays["centroids"],
@@ -176,7 +176,7 @@ def step(arrays: dict[str, torch.Tensor], rotary: Rotary) -> tuple[torch.Tensor,
 
 
 def cache_of(rows: int, has_table: bool) -> dict[str, torch.Tensor]:
-    """A cache of 48 tokens a row and one new token for each; of two key heads and four query heads."""
+    """Return a cache of 48 tokens per row and one new token for each, with two key heads and four query heads."""
     pool = (3 * rows, BLOCK) if has_table else (rows, 3 * BLOCK)
     generator = torch.Generator().manual_seed(9)
     table = torch.randperm(3 * rows, generator=generator).reshape(rows, 3).to(device(), torch.int32)
@@ -193,9 +193,9 @@ def cache_of(rows: int, has_table: bool) -> dict[str, torch.Tensor]:
 
 
 def check_cache(has_table: bool, is_compiled: bool) -> None:
-    """Heads of a cache over one axis of the mesh, and batch rows over the other where they have caches of their own.
+    """Check heads of a cache over one mesh axis, and batch rows over the other for caches without a page table.
 
-    Appended to in place, with nothing communicated.
+    The append is in place and communicates nothing.
     """
     count = dist.get_world_size() // 2
     rows = 2 * count
@@ -222,7 +222,7 @@ def check_cache(has_table: bool, is_compiled: bool) -> None:
 
 
 def check_one_key_head_in_a_cache() -> None:
-    """Query heads over all processes, and one key head in a cache that all have."""
+    """Check query heads over all processes with one key head in a replicated cache."""
     count = dist.get_world_size()
     mesh, arrays = mesh_of(count), cache_of(2, has_table=True)
     cache = {name: arrays[name] for name in ("key_pages", "value_pages", "page_table", "kv_lengths")}
@@ -239,7 +239,7 @@ def check_one_key_head_in_a_cache() -> None:
 
 
 def check_caches_that_would_move() -> None:
-    """A cache that lies otherwise than the call needs it is refused, and nothing is written."""
+    """Check that a cache with other placements than the call needs is refused, and nothing is written."""
     count = dist.get_world_size()
     mesh, arrays = mesh_of(count), cache_of(2, has_table=True)
     names = ("query", "key", "value", "key_pages", "value_pages", "page_table", "kv_lengths")
@@ -260,7 +260,7 @@ def check_caches_that_would_move() -> None:
     with pytest.raises(ValueError, match="`key` must be a DTensor, as other operands are"):
         append_to_pages(key.repeat_interleave(count, dim=2), heads(value), *pages, *tables)
     assert torch.equal(pages[0].full_tensor(), before)
-    # Keys that all processes have are cut, and so are those that lie otherwise, after they were gathered.
+    # Replicated keys are cut; keys with other placements are gathered first and then cut.
     with pytest.warns(UserWarning, match="`append_to_pages`: axis 3 .* is gathered"):
         append_to_pages(heads(key, 3), heads(value, None), *pages, *tables)
     append_to_pages(key, value, key_pages, value_pages, *tables)
@@ -269,7 +269,7 @@ def check_caches_that_would_move() -> None:
 
 
 def check_merged_states() -> None:
-    """Parts of attention whose heads or rows are sharded; and parts that several processes have, which are summed."""
+    """Check states whose heads or rows are sharded, and states on several processes, which are summed."""
     count = dist.get_world_size()
     outputs, lses = random(count, ROWS, 3, count, 4, seed=0), random(count, ROWS, 3, count, seed=1)
     mesh, expected = mesh_of(count), merge_attention_states(outputs, lses)
@@ -282,7 +282,7 @@ def check_merged_states() -> None:
 
 
 def check_fuse_is_refused() -> None:
-    """Fused functions take plain tensors, and say how to get them."""
+    """Check that fused functions refuse DTensors with a message on how to get plain tensors."""
     import jax
 
     query = spread(random(2, TOKENS, HEAD_DIM, seed=0), mesh_of(dist.get_world_size()), None)
@@ -292,7 +292,7 @@ def check_fuse_is_refused() -> None:
 
 
 class Attention(torch.nn.Module):
-    """Attention with projections of their own for query, key and value, as tensor parallelism needs them."""
+    """Attention with separate projections for query, key and value, as tensor parallelism needs."""
 
     def __init__(self, width: int, key_heads: int, name: str) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class Block(torch.nn.Module):
 
 
 def parallelize(block: Block, mesh: DeviceMesh) -> None:
-    """Tensor parallelism: query heads and the perceptron's channels are divided, the one key head is not."""
+    """Apply tensor parallelism: query heads and the perceptron's channels are divided, the one key head is not."""
     plan = {
         "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False),
         "attention.query": ColwiseParallel(use_local_output=False),
@@ -331,12 +331,12 @@ def parallelize(block: Block, mesh: DeviceMesh) -> None:
         "down": RowwiseParallel(input_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(block, mesh, plan)
-    # What is left: key, value, and the weights of the convolution, replicated.
+    # The rest is replicated: key, value, and the weights of the convolution.
     distribute_module(block, mesh)
 
 
 def assert_trains_alike(model: torch.nn.Module, whole: torch.nn.Module, width: int) -> None:
-    """Gradients of a mean loss of a process's rows, summed over the processes, are those of one process."""
+    """Assert that gradients of mean losses of the processes' rows, summed over processes, are those of one process."""
     rank, count = dist.get_rank(), dist.get_world_size()
     inputs, target = (random(ROWS * (count // model.shared), TOKENS, width, seed=seed) for seed in (1, 2))
     torch.nn.functional.mse_loss(whole(inputs), target).backward()
@@ -351,7 +351,7 @@ def assert_trains_alike(model: torch.nn.Module, whole: torch.nn.Module, width: i
 
 
 def check_tensor_parallel(name: str) -> None:
-    """FSDP2 over the batch and tensor parallelism over query heads, with one key head, on a mesh of two axes."""
+    """Check FSDP2 over the batch with tensor parallelism over query heads, one key head, on a mesh of two axes."""
     width = 4 * HEAD_DIM
     mesh = mesh_of(dist.get_world_size() // 2, 2, names=("data", "model"))
     models = []
@@ -368,7 +368,7 @@ def check_tensor_parallel(name: str) -> None:
 
 
 def check_modules_with_fsdp() -> None:
-    """FSDP2 of a model of the library's modules."""
+    """Check FSDP2 with a model of the library's modules."""
     width = 2 * HEAD_DIM
     models = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A worker process for test_sharding about MoBA and key convolution; see sharding_worker."""
+"""Worker process of test_sharding for MoBA and key convolution; see sharding_worker."""
 
 import dataclasses
 import itertools
@@ -18,24 +18,24 @@ from tests.torch.sharding_worker import random
 
 BATCH, TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 4, 40, 4, 2, 16
 CHOICE: dict[str, Any] = {"block_size": 16, "top_k": 2}
-# What shards a call is the same for all implementations, and most of the time here is compilation.
+# All implementations are sharded in the same way, and compilation takes most of the time here.
 REFERENCE = {"implementation": "reference"}
 
 
 def operands(key_heads: int = KEY_HEADS, batch: int | None = BATCH) -> list[torch.Tensor]:
-    """Query, key, value, and cotangents of the output and its log-sum-exp; packed ones without a batch."""
+    """Return query, key, value, and cotangents of the output and its log-sum-exp; packed ones without a batch."""
     lead = (TOKENS,) if batch is None else (batch, TOKENS)
     arrays = [random(*lead, n, HEAD_DIM, seed=seed) for seed, n in enumerate((HEADS, key_heads, key_heads, HEADS))]
     return [*arrays, random(*lead, HEADS, seed=4)]
 
 
 def options(kind: str) -> dict[str, Any]:
-    """Options of a call, as plain tensors that every process has in full."""
+    """Return options of a call, as plain tensors that every process has in full."""
     generator = torch.Generator().manual_seed(6)
     if kind == "offsets":
         return {"sequence_offsets": torch.tensor([0, 7, 7, 36], dtype=torch.int32)}
     if kind == "mask and routing":
-        # Some queries do not see their own block, and some see nothing; blocks behind a query's own are ignored.
+        # Some queries do not see their own block, and some see nothing. Blocks after a query's own block are ignored.
         pattern = torch.rand(BATCH, TOKENS, HEADS, 3, generator=generator) < 0.4
         mask = torch.rand(BATCH, TOKENS, generator=generator) < 0.7
         return {"key_mask": mask, "routing": Routing.from_pattern(pattern, block_size=16, top_k=3), "top_k": 3}
@@ -43,13 +43,13 @@ def options(kind: str) -> dict[str, Any]:
 
 
 def results(leaves: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], **call: Any) -> list[torch.Tensor]:
-    """Output, log-sum-exp and gradients."""
+    """Return output, log-sum-exp and gradients."""
     outputs = moba_attention(*leaves, return_residual=True, **{**CHOICE, **REFERENCE, **call})
     return [*outputs, *torch.autograd.grad(outputs, leaves, cotangents)]
 
 
 def dense_pattern(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Which blocks each query sees by CHOICE, of sequences [B, T, heads, H]; bool [B, T, N, blocks]."""
+    """Return the blocks that each query sees by CHOICE, for sequences [B, T, heads, H]; bool [B, T, N, blocks]."""
     means = torch.stack([block.mean(dim=1) for block in key.split(CHOICE["block_size"], dim=1)], dim=-2)
     means = means.repeat_interleave(query.shape[2] // key.shape[2], dim=1)
     own = (torch.arange(query.shape[1]) // CHOICE["block_size"])[:, None, None]
@@ -60,7 +60,7 @@ def dense_pattern(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: torch.Tensor, key_mask: Any) -> Any:
-    """Output and log-sum-exp of batched sequences by a matrix of all scores."""
+    """Return output and log-sum-exp of batched sequences from a matrix of all scores."""
     tokens, group = query.shape[1], query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
     seen = pattern.repeat_interleave(CHOICE["block_size"], dim=-1)[..., :tokens]
@@ -80,7 +80,7 @@ def whole_results(
     sequence_offsets: torch.Tensor | None = None,
     top_k: int = 2,
 ) -> list[torch.Tensor]:
-    """What `results` should be, by dense attention in one process, which nothing needs to compile."""
+    """Return the expected `results` by dense attention in one process, which needs no compilation."""
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     if sequence_offsets is None:
         pattern = dense_pattern(*inputs[:2]) if routing is None else routing.to_pattern()
@@ -98,7 +98,7 @@ def whole_results(
 
 
 def distribute(inputs: Sequence[torch.Tensor], *dims: int | None) -> list[torch.Tensor]:
-    """DTensors sharded over one dimension for each axis of a mesh, the first three of them leaves."""
+    """Return DTensors sharded over one dimension for each mesh axis, the first three of them leaves."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,) if len(dims) == 1 else (1, 2))
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     parts = [distribute_tensor(x, mesh, placements) for x in inputs]
@@ -112,7 +112,7 @@ def assert_equal(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor
 
 
 def check_sharded(kind: str, dims: tuple[int | None, ...], is_packed: bool) -> None:
-    """Operands sharded over one dimension for each mesh axis: same results, same shards, no communication."""
+    """Check operands sharded over one dimension for each mesh axis: same results, same shards, no communication."""
     inputs, call = operands(batch=None if is_packed else BATCH), options(kind)
     parts = distribute(inputs, *dims)
     with CommDebugMode() as communication:
@@ -124,7 +124,7 @@ def check_sharded(kind: str, dims: tuple[int | None, ...], is_packed: bool) -> N
 
 
 def check_routing(dim: int) -> None:
-    """A routing of DTensors: the same blocks, sharded as the queries; and attention takes it as it is."""
+    """Check a routing of DTensors: the same blocks, sharded as the queries, and accepted by attention unchanged."""
     inputs = operands()
     parts = distribute(inputs, dim)
     with CommDebugMode() as communication:
@@ -138,7 +138,7 @@ def check_routing(dim: int) -> None:
 
 
 def check_uneven_batch() -> None:
-    """Three batch rows on two processes: what the first three of four give."""
+    """Check three batch rows on two processes against the first three rows of four."""
     inputs = operands()
     expected = [x[:3] for x in whole_results(inputs)]
     parts = distribute([x[:3] for x in inputs], 0)
@@ -146,7 +146,7 @@ def check_uneven_batch() -> None:
 
 
 def check_mixed(key_heads: int, dims: tuple[int | None, ...], cotangent_dim: int | None) -> None:
-    """Query, key and value sharded each in its own way, or as no process could compute: the results are right."""
+    """Check query, key and value with different shardings, or with unsupported ones: the results must be right."""
     inputs = operands(key_heads)
     expected = whole_results(inputs)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
@@ -159,7 +159,7 @@ def check_mixed(key_heads: int, dims: tuple[int | None, ...], cotangent_dim: int
 
 
 def check_compiled() -> None:
-    """A compiled function of DTensors: the same results, by graphs that hold the operators and no communication."""
+    """Check a compiled function of DTensors: the same results, and graphs with the operators and no communication."""
     inputs = operands()
     expected = whole_results(inputs)
     parts = distribute(inputs, 0)
@@ -183,7 +183,7 @@ def check_compiled() -> None:
 
 
 def check_operators_directly() -> None:
-    """torch.ops without the public functions; and lists of some batch rows, which serve no others."""
+    """Check torch.ops without the public functions, and lists of some batch rows, which are invalid for others."""
     inputs = operands()
     query, key, value, *cotangents = (x.detach() for x in distribute(inputs, 0))
     lists = torch.ops.blockdiag.moba_lists(query, key, None, None, None, None, 0, 0, 16, 2, True, "")
@@ -197,7 +197,7 @@ def check_operators_directly() -> None:
 
 
 def check_key_convolution(dims: tuple[int | None, ...], is_packed: bool, rows: int = BATCH) -> None:
-    """Keys sharded over batch rows or heads: no communication, the gradient of the weights is left to be summed."""
+    """Check keys sharded over batch rows or heads: no communication, and a partial gradient of the weights."""
     lead = (TOKENS,) if is_packed else (rows, TOKENS)
     key, cotangent = (random(*lead, KEY_HEADS, HEAD_DIM, seed=seed) for seed in (0, 1))
     weights = random(3, KEY_HEADS, HEAD_DIM, seed=2)

@@ -31,12 +31,12 @@ CASES = {
 
 
 def tensors_of(case: MoBACase, device: str = "cpu", seed: int = 0) -> list[torch.Tensor]:
-    """Query, key, value, and cotangents of the output and the log-sum-exp."""
+    """Return query, key, value, and cotangents of the output and the log-sum-exp."""
     return [to_tensor(x, device) for x in case.operands(seed)]
 
 
 def options_of(case: MoBACase, device: str = "cpu") -> dict[str, Any]:
-    """The options that routing and attention share, but who computes them."""
+    """Return the options that routing and attention share, except the implementation."""
     mask = case.key_mask()
     return {
         "block_size": case.block_size,
@@ -48,7 +48,7 @@ def options_of(case: MoBACase, device: str = "cpu") -> dict[str, Any]:
 
 
 def attend(case: MoBACase, device: str = "cpu", **more: Any) -> Callable[..., Any]:
-    """The operation on query, key and value, with output and log-sum-exp."""
+    """Return the operation as a function of query, key and value, with output and log-sum-exp."""
     return functools.partial(
         moba_attention, scale=case.scale, return_residual=True, **(options_of(case, device) | more)
     )
@@ -59,12 +59,12 @@ def route(case: MoBACase, device: str = "cpu", **more: Any) -> Callable[..., Rou
 
 
 def to_torch_routing(routing: blockdiag.Routing, device: str = "cpu") -> Routing:
-    """The same routing with a tensor."""
+    """Return a routing with a tensor instead of an array."""
     return Routing(to_tensor(routing.indices, device), routing.block_size, routing.num_blocks)
 
 
 def value_and_gradients(function: Callable[..., Any], *operands: torch.Tensor) -> list[torch.Tensor]:
-    """Output and log-sum-exp of `function` on query, key and value, and their gradients."""
+    """Return output and log-sum-exp of `function` on query, key and value, and their gradients."""
     *inputs, cotangent, log_sum_cotangent = operands
     leaves = [x.detach().requires_grad_() for x in inputs]
     output, log_sum = function(*leaves)
@@ -73,14 +73,14 @@ def value_and_gradients(function: Callable[..., Any], *operands: torch.Tensor) -
 
 
 def results_of(case: MoBACase, device: str = "cpu", **more: Any) -> list[torch.Tensor]:
-    """Output, log-sum-exp, and gradients of query, key and value."""
+    """Return output, log-sum-exp, and gradients of query, key and value."""
     return value_and_gradients(attend(case, device, **more), *tensors_of(case, device))
 
 
 def list_arguments(
     case: MoBACase, device: str = "cpu", routing: Routing | None = None, implementation: str = ""
 ) -> ListArguments:
-    """What `torch.ops.blockdiag.moba_lists` takes for a call."""
+    """Return the arguments of `torch.ops.blockdiag.moba_lists` for a call."""
     query, key, *_ = tensors_of(case, device)
     options = options_of(case, device)
     given = (None, 0, 0) if routing is None else (routing.indices, routing.block_size, routing.num_blocks)
@@ -101,7 +101,7 @@ def list_arguments(
 def attention_arguments(
     case: MoBACase, device: str = "cpu", routing: Routing | None = None, implementation: str = ""
 ) -> tuple[Any, ...]:
-    """What `torch.ops.blockdiag.moba_forward` takes for a call."""
+    """Return the arguments of `torch.ops.blockdiag.moba_forward` for a call."""
     arguments = list_arguments(case, device, routing, implementation)
     *lists, own = torch.ops.blockdiag.moba_lists(*arguments)
     query, key, value, *_ = tensors_of(case, device)
@@ -122,13 +122,13 @@ def attention_arguments(
 
 @functools.cache
 def routing_of(name: str) -> blockdiag.Routing:
-    """As JAX computes it."""
+    """Return the routing that JAX computes."""
     case = CASES[name]
     return case.route("xla")(*case.operands()[:2])
 
 
 def edited_routing_of(name: str) -> blockdiag.Routing:
-    """Some blocks that are not the best, own ones missing, and numbers of no block."""
+    """Return a routing with some blocks that are not the best, missing own blocks, and invalid block numbers."""
     routing = routing_of(name)
     indices = np.random.default_rng(3).integers(-2, routing.num_blocks + 2, routing.indices.shape, dtype=np.int32)
     return dataclasses.replace(routing, indices=jnp.asarray(indices))

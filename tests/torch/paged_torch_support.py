@@ -29,12 +29,12 @@ CASES = {
 
 
 def to_tensors(arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
-    """Arguments of a function of JAX with tensors in place of arrays."""
+    """Return the arguments of a JAX function with tensors instead of arrays."""
     return {name: to_tensor(x, device) if isinstance(x, jax.Array) else x for name, x in arguments.items()}
 
 
 def messages_of_mistakes(functions: Any, converted: Any) -> list[str]:
-    """What functions of JAX and of torch say of the same wrong arguments, dtypes named alike."""
+    """Return the messages of JAX and torch functions for the same wrong arguments, with equal dtype names."""
     messages = []
     for function, arguments in zip(functions, converted, strict=True):
         with pytest.raises(ValueError) as caught:
@@ -44,13 +44,13 @@ def messages_of_mistakes(functions: Any, converted: Any) -> list[str]:
 
 
 def arguments_of(case: PagedCase, device: str = "cpu") -> dict[str, Any]:
-    """Arguments of the public function."""
+    """Return the arguments of the public function."""
     splits = {"split_size": case.split_size, "num_splits": None if case.split_size else case.num_splits}
     return to_tensors(case.arguments(), device) | splits
 
 
 def packed_arguments_of(case: PagedCase, device: str = "cpu") -> tuple[dict[str, Any], Any]:
-    """The same call with packed queries and two more rows of NaN, and which rows of the padded query those are."""
+    """Return the same call with packed queries and two more rows of NaN, and the rows of the padded query."""
     arguments = arguments_of(case, device)
     lengths = arguments.pop("query_lengths")
     is_row = torch.arange(case.query_tokens, device=device)[None, :] < lengths[:, None]
@@ -61,7 +61,7 @@ def packed_arguments_of(case: PagedCase, device: str = "cpu") -> tuple[dict[str,
 
 
 def results_of(case: PagedCase, device: str = "cpu", **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp."""
+    """Return output and log-sum-exp."""
     return paged_attention(**arguments_of(case, device), **more, return_residual=True)
 
 
@@ -70,7 +70,7 @@ def as_arrays(results: Any) -> tuple[Any, ...]:
 
 
 def operator_arguments(arguments: dict[str, Any], implementation: str = "") -> PagedArguments:
-    """What `torch.ops.blockdiag.paged_attention` takes for a call."""
+    """Return the arguments of `torch.ops.blockdiag.paged_attention` for a call."""
     arguments = dict(arguments)
     left, right = arguments.pop("local_window_size", None) or (None, None)
     defaults = dict.fromkeys(PagedArguments._fields) | {"is_causal": True, "implementation": implementation}

@@ -1,4 +1,4 @@
-"""Processes that run checks of DTensors together, through gloo on CPUs or NCCL on GPUs."""
+"""Processes that run checks of DTensors together, with gloo on CPUs or NCCL on GPUs."""
 
 import contextlib
 import importlib
@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def several_processes(folder: Path, count: int, device: str = "cpu") -> Iterator[Callable[..., None]]:
-    """Yields a function that runs `module.function` of this package in all processes at once.
+    """Yield a function that runs `module.function` of this package in all processes at once.
 
-    It raises what one of them raised.
+    It raises the error of a failed process.
     """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(count)]
@@ -34,7 +34,7 @@ def several_processes(folder: Path, count: int, device: str = "cpu") -> Iterator
             pipe.send((name, arguments))
         waiting, problems = set(ours), []
         while waiting:
-            # Where one process failed, others may wait for it.
+            # If one process failed, others may wait for it.
             ready = wait(waiting, timeout=10 if problems else 180)
             if not ready:
                 problems.append(f"{len(waiting)} processes hang")
@@ -56,9 +56,9 @@ def several_processes(folder: Path, count: int, device: str = "cpu") -> Iterator
 
 
 def _serve(rank: int, world_size: int, store: str, requests: Connection, device: str) -> None:
-    """Answer each `module.function` of this package that arrives with None, or with what went wrong in it."""
+    """Run each `module.function` of this package that arrives, and answer with None or the traceback."""
     torch.set_num_threads(1)
-    # gloo would look the host name up, which need not be known; and most of the time here is compilation.
+    # gloo would look up the host name, which may be unknown. Most of the time here is compilation.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

@@ -1,4 +1,4 @@
-"""A worker process for test_sharding: functions of the process's rank, on CPU tensors through gloo."""
+"""Worker process of test_sharding: checks of CPU tensors with gloo."""
 
 import pytest
 import torch
@@ -17,19 +17,19 @@ BATCH, TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 4, 40, 8, 4, 16
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same in every process."""
+    """Return random numbers that are the same in every process."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def operands(key_heads: int = KEY_HEADS, batch: int | None = BATCH) -> list[torch.Tensor]:
-    """Query, key, value and a cotangent of the output; packed ones without a batch."""
+    """Return query, key, value and a cotangent of the output; packed ones without a batch."""
     lead = (TOKENS,) if batch is None else (batch, TOKENS)
     heads = (HEADS, key_heads, key_heads, HEADS)
     return [random(*lead, n, HEAD_DIM, seed=seed) for seed, n in enumerate(heads)]
 
 
 def options(kind: str, batch: int = BATCH) -> dict:
-    """Options of a call, as plain tensors."""
+    """Return options of a call, as plain tensors."""
     cos, sin = rotary_tables(TOKENS, HEAD_DIM)
     if kind == "rotary":
         return {"rotary": Rotary(cos, sin), "is_causal": True}
@@ -48,7 +48,7 @@ def options(kind: str, batch: int = BATCH) -> dict:
 
 
 def whole_results(inputs: list[torch.Tensor], **call: object) -> list[torch.Tensor]:
-    """Output and gradients without any sharding."""
+    """Return output and gradients without sharding."""
     *leaves, cotangent = (x.clone() for x in inputs)
     leaves = [x.requires_grad_() for x in leaves]
     output = block_diagonal_attention(*leaves, block_size=16, **call)
@@ -56,7 +56,7 @@ def whole_results(inputs: list[torch.Tensor], **call: object) -> list[torch.Tens
 
 
 def check_sharded(kind: str, dims: tuple[int | None, ...], is_packed: bool, key_heads: int, via: str | None) -> None:
-    """Operands sharded over one dimension for each mesh axis: same results, same shards, no communication."""
+    """Check operands sharded over one dimension for each mesh axis: same results, same shards, no communication."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,) if len(dims) == 1 else (1, 2))
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     inputs = operands(key_heads, None if is_packed else BATCH)
@@ -74,7 +74,7 @@ def check_sharded(kind: str, dims: tuple[int | None, ...], is_packed: bool, key_
 
 
 def check_operators_directly() -> None:
-    """torch.ops without the public function, its tables DTensors that say how they are sharded."""
+    """Check torch.ops without the public function, with sharded DTensors as tables."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     inputs, rotary = operands(), options("positions")["rotary"]
     expected = whole_results(inputs, rotary=rotary)
@@ -92,7 +92,7 @@ def check_operators_directly() -> None:
 
 
 def check_uneven_batch() -> None:
-    """Three batch rows on two processes."""
+    """Check three batch rows on two processes."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     inputs = operands(batch=3)
     expected = whole_results(inputs, **options("positions", batch=3))
@@ -104,7 +104,7 @@ def check_uneven_batch() -> None:
 
 
 def check_sum_of_output(dim: int) -> None:
-    """The cotangent of a sum is replicated: each process cuts its part out of what it has."""
+    """Check the replicated cotangent of a sum, from which each process cuts its part."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     inputs = operands()
     inputs[3] = torch.ones_like(inputs[3])
@@ -119,7 +119,7 @@ def check_sum_of_output(dim: int) -> None:
 
 
 def check_what_cannot_stay(key_heads: int, query_dim: int, key_dim: int | None) -> None:
-    """Shards that no process could compute with are gathered, and the results are right."""
+    """Check that shards that no process can compute with are gathered, with right results."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     inputs = operands(key_heads)
     expected = whole_results(inputs)
@@ -137,7 +137,7 @@ def check_what_cannot_stay(key_heads: int, query_dim: int, key_dim: int | None) 
 
 
 def check_fused_projection() -> None:
-    """A batch-sharded x with replicated weights, whose gradients are left as sums over the processes to be made."""
+    """Check a batch-sharded x with replicated weights, whose gradients are partial sums over the processes."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     heads = {"query_heads": 4, "key_heads": 2, "head_dim": HEAD_DIM, "block_size": 16}
     inputs = [random(BATCH, TOKENS, 24, seed=0), random(24, 8 * HEAD_DIM, seed=1) / 5, random(8 * HEAD_DIM, seed=2)]
@@ -159,7 +159,7 @@ def check_fused_projection() -> None:
 
 
 def check_compiled() -> None:
-    """A compiled function of DTensors: the same results, and nothing communicated."""
+    """Check a compiled function of DTensors: the same results, without communication."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     inputs = operands()
     rotary = options("rotary")["rotary"]

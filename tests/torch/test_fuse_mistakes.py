@@ -78,20 +78,20 @@ MISTAKES = {
     "a function of nn": (lambda s: torch.nn.functional.softmax(s, -1), "`torch.nn.functional.softmax`", "jax.nn"),
     "a new tensor": (lambda s: s + torch.ones(20), "`torch.ones`", "write it with jax.numpy"),
     "an array as a tensor": (lambda s: torch.as_tensor(s), "`torch.as_tensor`", "write it with jax.numpy"),
-    "a module": (LAYER.by_module, "`self.norm`", "is a module of torch.*make its parameters arguments"),
+    "a module": (LAYER.by_module, "`self.norm`", "is a torch module.*make its parameters arguments"),
     "a torch operator": (
         lambda s: blockdiag.torch.key_convolution(s, s),
         "`blockdiag.torch.key_convolution`",
-        "call the function of the same name of blockdiag",
+        "call blockdiag's function of the same name",
     ),
     "a dtype": (lambda s: s.astype(torch.float32), "`torch.float32`", "write jnp.float32"),
     "a dtype of jnp.zeros": (lambda s: s + jnp.zeros((), torch.bfloat16), "`torch.bfloat16`", "write jnp.bfloat16"),
-    "a method of tensors": (lambda s: s.masked_fill(s > 0, 0.0), "`.masked_fill`", "arrays of JAX have none"),
-    "cpu": (lambda s: s.cpu(), "`.cpu`", "arrays of JAX have none"),
-    "numpy": (lambda s: s.numpy(), "`.numpy`", "arrays of JAX have none"),
+    "a method of tensors": (lambda s: s.masked_fill(s > 0, 0.0), "`.masked_fill`", "JAX arrays do not have"),
+    "cpu": (lambda s: s.cpu(), "`.cpu`", "JAX arrays do not have"),
+    "numpy": (lambda s: s.numpy(), "`.numpy`", "JAX arrays do not have"),
     "dim": (lambda s: s.sum(dim=-1), "`dim=`", "write `axis=`"),
     "keepdim": (lambda s: jnp.max(s, axis=-1, keepdim=True), "`keepdim=`", "write `keepdims=`"),
-    "a function of numpy": (lambda s: np.exp(s), r"`np.exp\(s\)`", "jax.numpy in the place of numpy"),
+    "a function of numpy": (lambda s: np.exp(s), r"`np.exp\(s\)`", "jax.numpy instead of numpy"),
 }
 
 

@@ -331,7 +331,12 @@ def test_wrong_options(options, message):
         ({}, torch.ones(4), {}, "`x` must have shape [B, T, 24] or [T, 24], got (4,); reshape"),
         ({}, torch.ones(4, 23), {}, "`x` must have shape [B, T, 24] or [T, 24], got (4, 23); reshape"),
         ({}, torch.ones(4, WIDTH).double(), {}, "must have the dtype of `x`, torch.float64, got torch.float32; cast"),
-        ({}, torch.ones(4, WIDTH), {"positions": offsets(0, 1, 2, 3)}, "but there is none; make the module with"),
+        (
+            {},
+            torch.ones(4, WIDTH),
+            {"positions": offsets(0, 1, 2, 3)},
+            "but the module has none; create the module with",
+        ),
         ({}, torch.ones(4, WIDTH), {"key_mask": torch.ones(3).bool()}, "`key_mask` must have shape (4,)"),
         ({"rotary_max_position": 3}, torch.ones(4, WIDTH), {}, "tables must have a row for every position, got 3 rows"),
         (

@@ -268,7 +268,7 @@ def test_mapping_over_no_rows_and_functionalize_are_refused():
     for function in (BLOCKS, fuse(plain_attention)):
         with pytest.raises(NotImplementedError, match="cannot be mapped over an axis of size 0"):
             vmap(lambda x, function=function: function(x, x, x))(torch.zeros(0, 1, TOKENS, 2, 8))
-    with pytest.raises(NotImplementedError, match=r"functionalize does not take blockdiag::block_diagonal_forward"):
+    with pytest.raises(NotImplementedError, match=r"functionalize does not support blockdiag::block_diagonal_forward"):
         torch.func.functionalize(lambda x: BLOCKS(x, x, x))(query)
 
 

@@ -12,12 +12,12 @@ import blockdiag
 from blockdiag.torch import Rotary, block_diagonal_attention
 from tests.support import Case
 
-# Of both libraries, but not of numpy alone.
+# Dtypes of both libraries that NumPy alone lacks.
 _EXTENDED = [np.dtype(x) for x in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)]
 
 
 def to_tensor(array: Any, device: str = "cpu") -> torch.Tensor:
-    """A tensor with the values of a JAX or numpy array, sharing nothing with it."""
+    """Return a tensor with the values of a JAX or NumPy array, without sharing memory."""
     array = np.array(array)
     if array.dtype in _EXTENDED:
         bits = torch.from_numpy(array.view(f"i{array.itemsize}"))
@@ -26,7 +26,7 @@ def to_tensor(array: Any, device: str = "cpu") -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A numpy array with the values of a tensor, bfloat16 and floats of eight bits by ml_dtypes."""
+    """Return a NumPy array with the values of a tensor; bfloat16 and 8-bit floats become ml_dtypes types."""
     tensor = tensor.detach().cpu().contiguous()
     for dtype in _EXTENDED:
         if tensor.dtype == getattr(torch, dtype.name):
@@ -35,7 +35,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def to_torch_rotary(rotary: blockdiag.Rotary | None, device: str = "cpu") -> Rotary | None:
-    """The same embedding with tensors."""
+    """Return a rotary embedding with tensors instead of arrays."""
     if rotary is None:
         return None
     return Rotary(
@@ -49,12 +49,12 @@ def to_torch_rotary(rotary: blockdiag.Rotary | None, device: str = "cpu") -> Rot
 
 
 def tensors_of(case: Case, device: str = "cpu", seed: int = 0) -> list[torch.Tensor]:
-    """Query, key, value and a cotangent of the output."""
+    """Return query, key, value and a cotangent of the output."""
     return [to_tensor(x, device) for x in case.operands(seed)]
 
 
 def options_of(case: Case, device: str = "cpu") -> dict[str, Any]:
-    """All options of a call but who computes it."""
+    """Return all options of a call except the implementation."""
     return {
         "block_size": case.block_size,
         "rotary": to_torch_rotary(case.rotary_arguments(), device),
@@ -65,12 +65,12 @@ def options_of(case: Case, device: str = "cpu") -> dict[str, Any]:
 
 
 def attend(case: Case, device: str = "cpu", **more: Any) -> Callable[..., torch.Tensor]:
-    """The operation on query, key and value."""
+    """Return the operation as a function of query, key and value."""
     return functools.partial(block_diagonal_attention, **options_of(case, device), **more)
 
 
 def value_and_gradients(function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> list[torch.Tensor]:
-    """Output of `function` on all operands but the last, and their gradients for the last, the output's cotangent."""
+    """Return the output of `function` and the gradients of its operands; the last operand is the output's cotangent."""
     *inputs, cotangent = operands
     leaves = [x.detach().requires_grad_() for x in inputs]
     output = function(*leaves)
@@ -78,12 +78,12 @@ def value_and_gradients(function: Callable[..., torch.Tensor], *operands: torch.
 
 
 def results_of(case: Case, device: str = "cpu", **more: Any) -> list[torch.Tensor]:
-    """Output and gradients of query, key and value."""
+    """Return the output and the gradients of query, key and value."""
     return value_and_gradients(attend(case, device, **more), *tensors_of(case, device))
 
 
 def assert_same_bits(actual: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Equal in shape, dtype and every bit, zeros' signs apart; tensors or arrays."""
+    """Assert equal shapes, dtypes and bits, except for signs of zero; for tensors or arrays."""
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         one, other = (to_numpy(x) if isinstance(x, torch.Tensor) else np.asarray(x) for x in (one, other))
         assert one.dtype == other.dtype, f"result {index}"
@@ -91,7 +91,7 @@ def assert_same_bits(actual: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 def masked_attention(case: Case, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """torch's own attention with a mask that has a block for each block; cases without padding and rotary."""
+    """Return torch's own attention with a block mask, for cases without padding and rotary embedding."""
     mask = torch.zeros(case.tokens, case.tokens, dtype=torch.bool)
     for block in case.blocks:
         rows = slice(block.start, block.start + block.length)
@@ -107,8 +107,7 @@ def masked_attention(case: Case, query: torch.Tensor, key: torch.Tensor, value: 
 def assert_as_accurate(
     actual: Sequence[torch.Tensor], rough: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
 ) -> None:
-    """Each result may err at most twice as much as another computation in its dtype, plus two units in the last
-    place."""
+    """Assert that results err at most twice as much as another computation in its dtype, plus 2 ulp."""
     for index, (one, other, true) in enumerate(zip(actual, rough, exact, strict=True)):
         error, allowed = ((x.double() - true).abs().max().item() for x in (one, other))
         allowed = 2 * allowed + 2 * torch.finfo(one.dtype).eps * true.abs().max().item()
@@ -116,7 +115,7 @@ def assert_as_accurate(
 
 
 def operator_arguments(case: Case, device: str = "cpu", implementation: str = "") -> tuple[Any, ...]:
-    """What `torch.ops.blockdiag.block_diagonal_forward` takes for a call."""
+    """Return the arguments of `torch.ops.blockdiag.block_diagonal_forward` for a call."""
     query, key, value, _ = tensors_of(case, device)
     options = options_of(case, device)
     rotary = options["rotary"]
@@ -138,7 +137,7 @@ def operator_arguments(case: Case, device: str = "cpu", implementation: str = ""
 
 
 def packed_operator_arguments(case: Case, device: str = "cpu") -> tuple[Any, ...]:
-    """The same with query, key and value in one tensor."""
+    """Return these arguments with query, key and value in one tensor."""
     query, key, value, *tables, _, block_size, scale, is_causal, letters, implementation = operator_arguments(
         case, device
     )

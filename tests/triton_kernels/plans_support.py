@@ -1,4 +1,4 @@
-"""Shared code of tests of launch plans: reports of kernels compiled for architectures that are not present."""
+"""Shared code of tests of launch plans: reports of kernels compiled for other architectures."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ _reports: dict[tuple[object, ...], Report] = {}
 
 
 def report_of(plan: LaunchPlan, arch: int) -> Report:
-    """Of equal kernels one report: many launches differ in sizes alone, which no kernel contains."""
+    """Return a kernel's report; equal kernels share one, because many launches differ only in sizes."""
     check_plan(plan)
     key = compile_key(plan, arch)
     if key not in _reports:

@@ -169,7 +169,7 @@ def _remark(package: str, version: str | None) -> str | None:
     tested = TESTED.get(package)
     if tested is None or version in tested:
         return None
-    return f"nobody tested this version, {tested} are tested; pip install '{tested.requirement(package)}'"
+    return f"this version is untested, tested are {tested}; pip install '{tested.requirement(package)}'"
 
 
 def _describe(device: jax.Device) -> DeviceReport:

@@ -77,7 +77,7 @@ class ContextParallel:
     def __post_init__(self) -> None:
         if self.strategy not in (None, "ulysses", "gather", "ring"):
             raise ValueError(
-                f"`strategy` must be None, 'ulysses', 'gather' or 'ring', got {self.strategy!r}; 'ulysses' serves "
+                f"`strategy` must be None, 'ulysses', 'gather' or 'ring', got {self.strategy!r}; 'ulysses' supports "
                 "attention whose heads the devices divide, 'gather' MoBA and `fuse` with any number of key heads, "
                 "'ring' `fuse`"
             )
@@ -116,7 +116,7 @@ def on_parts(context: ContextParallel, compute: Parts, arrays: Sequence[Any], ro
         _warn_of_unnamed_axes(arrays, roles, names)
     if context.axis not in shape:
         raise ValueError(
-            f"`context_parallel` names the axis {context.axis!r}, and the mesh has {sorted(shape) or 'none'}; call "
+            f"`context_parallel` names the axis {context.axis!r}, but the mesh has {sorted(shape) or 'none'}; call "
             "inside `jax.set_mesh(mesh)` or pass ContextParallel(axis, mesh=mesh)"
         )
     names["t"] = (context.axis,)
@@ -138,7 +138,7 @@ def on_parts(context: ContextParallel, compute: Parts, arrays: Sequence[Any], ro
 
 def run_together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
     """Move arrays by one call of the communication library, since XLA overlaps only one call at a time with kernels."""
-    # XLA for GPUs cannot compile such a call if nothing moves.
+    # XLA for GPUs cannot compile such a call if there is only one device.
     if len(arrays) < 2 or jax.lax.axis_size(axis) == 1:
         return move(arrays)
     # XLA for GPUs turns this attribute into an NCCL group. Other platforms ignore it.
@@ -179,7 +179,7 @@ def refuse_ring(context: ContextParallel, operation: str, remedy: str) -> None:
         ValueError: the strategy is "ring".
     """
     if context.strategy == "ring":
-        raise ValueError(f"strategy 'ring' serves `fuse` alone, not {operation}; {remedy}")
+        raise ValueError(f"strategy 'ring' supports only `fuse`, not {operation}; {remedy}")
 
 
 def check_packing(

@@ -90,7 +90,7 @@ def resolve(problem: Problem, names: tuple[str, ...] | None) -> Choice:
         The choice.
 
     Raises:
-        NotImplementedError: none of `names` can compute `problem`; the message holds every reason.
+        NotImplementedError: none of `names` can compute `problem`; the message lists every reason.
 
     Example:
         >>> from blockdiag.common.dispatch import resolve

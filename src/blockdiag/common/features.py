@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Feature:
-    """Describe one feature that the package has a fast way and a slow way for.
+    """A private feature of another library, for which the package also has a slower replacement.
 
     Attributes:
         name: the library and the feature, such as "torch: current CUDA stream".
-        is_fast: whether the installed version has the feature. If not, the slow way runs, with the same results.
+        is_fast: whether the installed version has the feature. If not, the replacement runs, with the same results.
         detail: one line. It says what was found, or what is missing and what runs instead.
     """
 

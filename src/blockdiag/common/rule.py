@@ -1,7 +1,7 @@
 """Sharding rules: which axes of an operation's arrays the devices of a mesh may divide, and the rules in Shardy's form.
 
 A rule labels the axes of each operand and result, as einsum does, and says which labels devices may divide. One rule
-serves every kind of mesh (`division.py`).
+is used for every kind of mesh (`division.py`).
 """
 
 import functools

@@ -1,1 +1,1 @@
-"""From an attention variant in plain jax.numpy to one kernel: see docs/architecture.md."""
+"""Compiler from attention variants in plain jax.numpy to fused kernels; see docs/architecture_fusion.md."""

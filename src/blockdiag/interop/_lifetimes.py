@@ -8,7 +8,7 @@ framework's streams, and DLPack has no event for "no longer used". So this modul
   imported it and on the current stream. The JAX array is kept until these events have completed.
 - Torch memory that JAX reads (`borrow`): when JAX has released its array, the storage is kept until a small JAX
   computation that was started afterwards is ready. XLA runs the computations of one GPU in order on one stream, so all
-  earlier readers have finished by then. One such fence serves many tensors, and small amounts of memory start none.
+  earlier readers have finished by then. One such fence covers many tensors, and small amounts of memory start none.
 
 Nothing here waits. Owners whose events have completed are released at the next crossing or by `settle(force=True)`.
 Host memory needs none of this: torch's CPU operations are finished when they return, and XLA's CPU client keeps its

@@ -13,27 +13,27 @@ from blockdiag.interop import dlpack, private_torch
 
 
 def wrap_torch(fn: Callable[..., Any], *, result: Any = None, device: str | torch.device = "cpu") -> Callable[..., Any]:
-    """A JAX function that computes what the torch function `fn` computes, with its gradient: for notebooks and tests.
+    """Return a JAX function that computes the torch function `fn` and its gradient, for notebooks and tests.
 
-    It works on JAX arrays and within `jax.jit`, `jax.grad` and `jax.vmap`, by way of `jax.pure_callback`: every call
-    copies the arguments to the host, runs `fn` in eager mode there, and copies the results back, and JAX's computation
-    waits meanwhile. The gradient runs `fn` once more under torch's autograd. So `fn` has to be pure (no dropout, no
-    state that changes); modules may be closed over, but get no gradient for their parameters.
+    It works on JAX arrays and within `jax.jit`, `jax.grad` and `jax.vmap`, by means of `jax.pure_callback`. Every call
+    copies the arguments to the host, runs `fn` in eager mode there, and copies the results back. JAX's computation
+    waits meanwhile. The gradient runs `fn` once more under torch's autograd. So `fn` must be pure (no dropout, no
+    state that changes). It may close over modules, but their parameters get no gradient.
 
     Args:
-        fn: takes and returns tensors, in any pytrees. Python numbers and strings among the arguments reach it as they
-            are.
-        result: pytree of `jax.ShapeDtypeStruct`, the shapes and dtypes of what `fn` returns. By default they are found
-            by running `fn` on torch's fake tensors, which have no data.
+        fn: takes and returns tensors, in any pytrees. Python numbers and strings among the arguments are passed
+            unchanged.
+        result: pytree of `jax.ShapeDtypeStruct`, the shapes and dtypes of the results of `fn`. By default they are
+            inferred by running `fn` on torch's fake tensors, which have no data.
         device: torch device on which `fn` runs.
 
     Returns:
         The function, of JAX arrays, numpy arrays, or traced arrays.
 
     Raises:
-        ValueError: from calls, when the shapes of the results depend on data and `result` is not given; when `fn`
-            returns 64-bit results while JAX has no 64-bit types; or when the results are not as announced.
-        TypeError: from calls, when `fn` returns something other than tensors, or an array has a dtype unknown to torch.
+        ValueError: from calls, if the shapes of the results depend on data and `result` is not given; if `fn`
+            returns 64-bit results while JAX has no 64-bit types; or if the results do not match `result`.
+        TypeError: from calls, if `fn` returns something other than tensors, or an array has a dtype unknown to torch.
 
     References:
         `jax.pure_callback` (2022), and `jax.custom_vjp` for the gradient.
@@ -51,8 +51,8 @@ def wrap_torch(fn: Callable[..., Any], *, result: Any = None, device: str | torc
     """
     home = torch.device(device)
 
-    # Bounded by how many structures and shapes one notebook meets at a time; a program that is built again only costs
-    # its compilation.
+    # The bound covers the structures and shapes that one notebook uses at a time. An evicted program only costs
+    # another compilation.
     @functools.lru_cache(maxsize=128)
     def build(
         structure: Any, places: tuple[int, ...], statics: tuple[Any, ...], types: tuple[Any, ...], x64: bool
@@ -96,8 +96,8 @@ class _Callback:
 
     def as_jax(self, types: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> tuple[Callable[..., Any], Any]:
         """Return the jitted JAX function of the operands' leaves and the structure of its results."""
-        announced = self._infer(types) if self._result is None else self._result
-        results, output = jax.tree_util.tree_flatten(announced)
+        expected = self._infer(types) if self._result is None else self._result
+        results, output = jax.tree_util.tree_flatten(expected)
         for x in results:
             if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
                 raise ValueError(
@@ -166,7 +166,7 @@ class _Callback:
         """Infer the shapes and dtypes of the results from a run on fake tensors."""
         for _, dtype in types:
             if dtype not in dlpack.TENSOR_DTYPES:
-                raise TypeError(f"an argument has dtype {dtype}, which torch has not; cast it")
+                raise TypeError(f"an argument has dtype {dtype}, which torch does not support; cast it")
         try:
             # Modules that the function closes over have real parameters.
             with private_torch.without_data(), torch.no_grad():
@@ -193,10 +193,10 @@ def _tensors(arrays: Any, device: torch.device) -> list[torch.Tensor]:
 
 
 def _checked(tensor: torch.Tensor, expected: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Return the tensor as a numpy array, after checking it against the shape and dtype announced to JAX."""
+    """Return the tensor as a numpy array, after checking it against the shape and dtype that JAX expects."""
     if tuple(tensor.shape) != tuple(expected.shape) or dlpack.DTYPES[tensor.dtype] != expected.dtype:
         raise ValueError(
-            f"the torch function returned {tensor.dtype}{list(tensor.shape)}, announced was "
+            f"the torch function returned {tensor.dtype}{list(tensor.shape)}, expected "
             f"{expected.dtype}{list(expected.shape)}; correct result="
         )
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

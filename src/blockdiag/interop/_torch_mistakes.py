@@ -63,21 +63,21 @@ def _explanation(error: Exception) -> str | None:
         and hasattr(torch.Tensor, str(error.name))
     ):
         return (
-            f"`.{error.name}` {place} is of torch tensors, and arrays of JAX have none: the function runs in JAX; "
-            "write it with jax.numpy, jax.nn or jax.lax"
+            f"`.{error.name}` {place} is an attribute of torch tensors, which JAX arrays do not have: the function "
+            "runs in JAX; write it with jax.numpy, jax.nn or jax.lax"
         )
     if expression is None:
         return None
     if isinstance(error, jax.errors.TracerArrayConversionError):
         return (
-            f"`{ast.unparse(expression)}` {place} asks for the values of an array while the function is traced; write "
-            "it with jax.numpy in the place of numpy"
+            f"`{ast.unparse(expression)}` {place} reads the values of an array while the function is traced; write "
+            "it with jax.numpy instead of numpy"
         )
     for node in ast.walk(expression):
         # Keyword names that torch uses and no function of jax.numpy takes.
         if isinstance(node, ast.keyword) and node.arg in _KEYWORDS and f"argument '{node.arg}'" in str(error):
             return (
-                f"`{node.arg}=` {place} is torch's name of an argument, and the function runs in JAX; write "
+                f"`{node.arg}=` {place} is torch's name of an argument, but the function runs in JAX; write "
                 f"`{_KEYWORDS[node.arg]}=`"
             )
     return None
@@ -149,26 +149,26 @@ def _reason(name: str, value: Any, place: str) -> str | None:
         kind = "a torch parameter" if isinstance(tensor, torch.nn.Parameter) else "a torch tensor"
         holds = "is" if tensor is value else "holds"
         return (
-            f"`{name}` {place} {holds} {kind} of shape {list(tensor.shape)}, and the function runs in JAX, on arrays: "
+            f"`{name}` {place} {holds} {kind} of shape {list(tensor.shape)}, but the function runs in JAX, on arrays: "
             "make it an argument of the function, and pass it with each call"
         )
     if isinstance(value, torch.dtype):
         twin = str(value).removeprefix("torch.")
-        return f"`{name}` {place} is a dtype of torch, and the function runs in JAX; write jnp.{twin}"
+        return f"`{name}` {place} is a torch dtype, but the function runs in JAX; write jnp.{twin}"
     if isinstance(value, torch.nn.Module):
         return (
-            f"`{name}` {place} is a module of torch, and the function runs in JAX, on arrays: call it outside of the "
-            "function, or make its parameters arguments and write what it computes with jax.numpy"
+            f"`{name}` {place} is a torch module, but the function runs in JAX, on arrays: call it outside of the "
+            "function, or make its parameters arguments and write its computation with jax.numpy"
         )
     home = getattr(value, "__module__", None) or ""
     if callable(value) and home.split(".")[0] == "torch":
         return (
-            f"`{name}` {place} is of torch, and the function runs in JAX, on arrays: write it with jax.numpy, jax.nn "
-            "or jax.lax, or call it outside of the function"
+            f"`{name}` {place} belongs to torch, but the function runs in JAX, on arrays: write it with jax.numpy, "
+            "jax.nn or jax.lax, or call it outside of the function"
         )
     if callable(value) and home.startswith("blockdiag.torch"):
         return (
-            f"`{name}` {place} takes torch tensors, and the function runs in JAX, on arrays: call the function of the "
-            "same name of blockdiag"
+            f"`{name}` {place} takes torch tensors, but the function runs in JAX, on arrays: call blockdiag's function "
+            "of the same name"
         )
     return None

@@ -256,9 +256,13 @@ def _distinct(outputs: Sequence[Any], operands: Sequence[jax.Array]) -> list[jax
         is_new = isinstance(output, jax.core.Tracer) and all(output is not other for other in (*operands, *distinct))
         distinct.append(output if is_new else jnp.array(output, copy=True))
         if jnp.issubdtype(distinct[-1].dtype, jax.dtypes.prng_key):
-            raise TypeError("the function returns a key, which torch has not; return jax.random.key_data of it")
+            raise TypeError(
+                "the function returns a random key, which torch does not support; return jax.random.key_data of it"
+            )
         if distinct[-1].dtype not in dlpack.TENSOR_DTYPES:
-            raise TypeError(f"the function returns an array of {distinct[-1].dtype}, which torch has not; cast it")
+            raise TypeError(
+                f"the function returns an array of {distinct[-1].dtype}, which torch does not support; cast it"
+            )
     return distinct
 
 
@@ -377,8 +381,8 @@ def _carried(carrier: torch.Tensor) -> list[jax.Array]:
     residuals = getattr(carrier.untyped_storage(), "residuals", None)
     if residuals is None:
         raise RuntimeError(
-            "a hook for saved tensors copied what a wrapped JAX function had saved, and residuals of JAX do not follow "
-            "a copy; leave the call out of that hook, and use jax.checkpoint inside of the function instead"
+            "a hook for saved tensors copied the tensor that holds the residuals of a wrapped JAX function, which lost "
+            "them; make the call outside of that hook, and use jax.checkpoint inside of the function instead"
         )
     return residuals
 
@@ -393,7 +397,7 @@ class _NotDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         raise NotImplementedError(
-            "wrap_jax gives first derivatives only, and this asks for a derivative of its gradient; take that one "
+            "wrap_jax supports first derivatives only, and its gradient is being differentiated; take this derivative "
             "in JAX, as with wrap_jax(jax.grad(fn)) or wrap_jax(jax.hessian(fn))"
         )
 

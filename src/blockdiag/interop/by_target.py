@@ -41,7 +41,7 @@ def _type(*avals: Any, jaxprs: tuple[core.ClosedJaxpr, ...], **_: Any) -> list[A
     del avals
     first, second = ([str(x) for x in jaxpr.out_avals] for jaxpr in jaxprs)
     if first != second:
-        raise TypeError(f"both functions must give the same arrays, got {first} and {second}")
+        raise TypeError(f"both functions must return the same shapes and dtypes, got {first} and {second}")
     return jaxprs[0].out_avals
 
 

@@ -176,7 +176,8 @@ def check_tensor(tensor: torch.Tensor) -> None:
         offsets = "tensor.offsets()" if is_jagged else "torch.tensor([0, *map(len, tensor.unbind())]).cumsum(0)"
         raise ValueError(
             "`tensor` is nested, and JAX shares dense memory only; pass a padded tensor, tensor.to_padded_tensor(0.0), "
-            f"or packed tokens and where each sequence begins, two arguments of the function:\n    packed = {values}\n"
+            "or packed tokens and the offsets of the sequences, as two arguments of the function:\n"
+            f"    packed = {values}\n"
             f"    offsets = {offsets}.int()"
         )
     if type(tensor) not in PLAIN_TYPES:
@@ -193,7 +194,7 @@ def check_tensor(tensor: torch.Tensor) -> None:
         raise ValueError(f"`tensor` is on {tensor.device}; only cpu and NVIDIA cuda tensors cross, move it there first")
     if tensor.dtype not in DTYPES:
         raise ValueError(
-            f"`tensor` has dtype {tensor.dtype}, which JAX has not; cast it, or view it as an integer dtype"
+            f"`tensor` has dtype {tensor.dtype}, which JAX does not support; cast it, or view it as an integer dtype"
         )
     if tensor.dtype in _NARROWED and not jax.config.jax_enable_x64:
         raise ValueError(
@@ -216,8 +217,8 @@ def refuse_several(cotangents: Iterable[torch.Tensor | None]) -> None:
     """Raise NotImplementedError for cotangents of `is_grads_batched=True`, which are batched tensors without memory."""
     if not all(x is None or has_storage(x) for x in cotangents):
         raise NotImplementedError(
-            "gradients for several cotangents at once (is_grads_batched=True) are not available; ask for one after "
-            "the other, or in JAX, with jax.vmap of what jax.vjp returns"
+            "gradients for several cotangents at once (is_grads_batched=True) are not available; compute one after "
+            "the other, or all in JAX, with jax.vmap of the function that jax.vjp returns"
         )
 
 
@@ -236,13 +237,14 @@ def why_not_shared(tensor: torch.Tensor) -> str | None:
         return "is a lazy conjugate or negative view; pass tensor.resolve_conj().resolve_neg()"
     if not tensor.is_contiguous() and not _is_dense(tensor.shape, tensor.stride()):
         return (
-            f"has shape {list(tensor.shape)} and strides {tensor.stride()}, which is no permutation of dense memory; "
-            "pass tensor.contiguous()"
+            f"has shape {list(tensor.shape)} and strides {tensor.stride()}, which is not a permutation of dense "
+            "memory; pass tensor.contiguous()"
         )
     alignment = _ALIGNMENT[tensor.device.type]
     if tensor.data_ptr() % alignment and tensor.numel():
         return (
-            f"starts at {tensor.data_ptr():#x}, no multiple of {alignment} bytes as XLA wants it; pass tensor.clone()"
+            f"starts at {tensor.data_ptr():#x}, not a multiple of the {alignment} bytes that XLA requires; "
+            "pass tensor.clone()"
         )
     return None
 
@@ -271,9 +273,11 @@ def _check_array(array: jax.Array) -> None:
     if not isinstance(array, jax.Array):
         raise TypeError(f"`array` must be a jax.Array, got {type(array).__name__}")
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
-        raise TypeError(f"`array` has dtype {array.dtype}, which torch has not; pass jax.random.key_data of a key")
+        raise TypeError(
+            f"`array` has dtype {array.dtype}, which torch does not support; pass jax.random.key_data of a key"
+        )
     if array.dtype not in TENSOR_DTYPES:
-        raise TypeError(f"`array` has dtype {array.dtype}, which torch has not; cast it with array.astype")
+        raise TypeError(f"`array` has dtype {array.dtype}, which torch does not support; cast it with array.astype")
     if len(array.sharding.device_set) != 1:
         raise ValueError(
             f"`array` is spread over {len(array.sharding.device_set)} devices; pass one of array.addressable_shards' "
@@ -353,7 +357,7 @@ def _first_process() -> int:
 def _refuse_fork() -> None:
     if os.getpid() != _first_process():
         raise RuntimeError(
-            "this process was forked from one that uses JAX, whose threads did not come along: JAX would wait forever; "
+            "this process was forked from one that uses JAX, whose threads it does not have: JAX would wait forever; "
             'start processes with multiprocessing.get_context("spawn"), or DataLoader(multiprocessing_context="spawn")'
         )
 

@@ -330,7 +330,7 @@ def _check_mask(mask: ArrayLike, *, length: int, block_size: int, is_causal: boo
     if isinstance(mask, jax.core.Tracer):
         raise NotImplementedError(
             "`mask` is traced by a transformation such as jax.jit, so it cannot be checked against the blocks; pass "
-            "mask=None and say what you want with attention_fn(block_size=..., is_causal=...)"
+            "mask=None and describe it with attention_fn(block_size=..., is_causal=...)"
         )
     allowed = np.asarray(mask).astype(bool)
     if allowed.ndim < 2 or not {allowed.shape[-2], allowed.shape[-1]} <= {1, length}:
@@ -368,7 +368,7 @@ def _check_moba_lengths(query: Array, key: Array, is_causal: bool, *, has_rotary
         raise NotImplementedError(
             f"`query` and `key` must have one length in causal attention and with a rotary embedding, got "
             f"{query.shape[-3]} and {key.shape[-3]}; for decoding with a cache (decode=True) use Flax's own "
-            "dot_product_attention, or blockdiag.moba_attention with the keys there are so far"
+            "dot_product_attention, or blockdiag.moba_attention with the keys so far"
         )
 
 
@@ -385,13 +385,13 @@ def _as_key_mask(
         keys = jnp.asarray(mask).astype(bool).reshape(*shape[:-3], shape[-1])
         return jnp.broadcast_to(keys, (*batch_shape, key_length))
     remedy = (
-        "pass mask=None where nothing but moba_attention_fn(is_causal=...) limits what is seen, and a mask of shape "
-        f"[*batch, 1, 1, {key_length}] that says which keys take part"
+        "for a causal mask or none pass mask=None and moba_attention_fn(is_causal=...), for a mask of keys pass shape "
+        f"[*batch, 1, 1, {key_length}]"
     )
     if isinstance(mask, jax.core.Tracer):
         raise NotImplementedError(
-            f"`mask` of shape {shape} is traced by a transformation such as jax.jit, so it cannot be known what it "
-            f"removes; {remedy}"
+            f"`mask` of shape {shape} is traced by a transformation such as jax.jit, so its values are unknown; "
+            f"{remedy}"
         )
     allowed = np.broadcast_to(np.asarray(mask).astype(bool), (*shape[:-2], length, key_length))
     # A few rows at a time: the whole square of a second mask can be too large to hold.
@@ -444,7 +444,7 @@ def _at_positions(
         return rotary
     if rotary is None:
         raise ValueError(
-            "`input_positions` say where rotary embedding is, but there is none; pass attention_fn(rotary=Rotary(...))"
+            "`input_positions` are for rotary embedding, but there is none; pass attention_fn(rotary=Rotary(...))"
         )
     if rotary.positions is not None or rotary.per_token:
         raise ValueError("`input_positions` were given and `rotary` has positions of its own; give only one of the two")

@@ -79,7 +79,7 @@ def lay_out_buffers(plan: LaunchPlan) -> BufferLayout:
             return layout
     raise NotImplementedError(
         f"kernel {plan.name!r}: jaxlib's launcher passes first operands, then results, and each output at most once "
-        f"among either; the array parameters stand in the order {uses}. Put outputs after inputs and, where two "
+        f"among either; the array parameters are in the order {uses}. Put outputs after inputs and, where two "
         "parameters use each of several outputs, all first uses before all second ones"
     )
 
@@ -165,7 +165,7 @@ def _parameters(jaxlib_triton: Any, plan: LaunchPlan, compiled: CompiledLaunch) 
     if taken != len(parameters):
         raise NotImplementedError(
             f"kernel {plan.name!r}: its entry takes {taken} parameters and {len(parameters)} are known; the installed "
-            "triton passes arguments in a way that is not known: install triton 3.6 to 3.9, or choose "
+            "triton passes arguments in an unknown way: install triton 3.6 to 3.9, or choose "
             "implementation='xla'"
         )
     return parameters
@@ -276,7 +276,7 @@ def _launcher_reason() -> str | None:
     else:
         if isinstance(message, bytes) and b"probe" in message:
             return None
-        problem = "its description of a launch is not the known one"
+        problem = "its description of a launch has an unknown form"
     return (
         f"jaxlib {_version()} has no launcher of Triton kernels in the known form ({problem}); install a version of "
         "jax[cuda13] that this version of blockdiag was tested with, or choose implementation='xla'"
@@ -335,7 +335,7 @@ def dlpack_shortcut(platform: str) -> Shortcut | str:
         problem = "an array came back as another"
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"jaxlib {_version()} has no functions for DLPack in the known form ({problem}); those of jax.dlpack serve"
+    return f"jaxlib {_version()} has no DLPack functions in the known form ({problem}); those of jax.dlpack are used"
 
 
 def describe_features() -> tuple[Feature, ...]:

@@ -399,7 +399,7 @@ def _alias_pairs(names: list[str], aliases: dict[int | str, int]) -> tuple[tuple
     for source, output in aliases.items():
         if source not in names and source not in range(len(names)):
             raise ValueError(
-                f"`input_output_aliases` has key {source!r}; it must be one of the arrays {names} or its place among "
+                f"`input_output_aliases` has key {source!r}; it must be one of the arrays {names} or its index among "
                 "them"
             )
         pairs.append((names.index(source) if isinstance(source, str) else source, output))

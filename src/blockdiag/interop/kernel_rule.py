@@ -112,8 +112,8 @@ def _sizes(text: str, names: Sequence[str], arrays: Sequence[Sequence[Dim]], sha
         if not known:
             unknown = sorted({label for _, _, dim, _ in waiting for label in dim} - sizes.keys())
             raise ValueError(
-                f"`sharding_rule` {text!r} does not tell the sizes of {unknown}; reshape an array so that one of them "
-                "is an axis of its own"
+                f"`sharding_rule` {text!r} does not determine the sizes of {unknown}; reshape an array so that one of "
+                "them is an axis of its own"
             )
         for dim, size in known:
             for label in [label for label in dim if label not in sizes]:

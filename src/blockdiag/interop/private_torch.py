@@ -190,20 +190,20 @@ def describe_features() -> tuple[Feature, ...]:
         _feature(
             "transforms and forward-mode levels",
             _flag("_are_functorch_transforms_active") is not None and is_level_known,
-            "asked once in each call",
-            "every operand of each call is looked at",
+            "queried once in each call",
+            "every operand of each call is checked",
         ),
         _feature(
             "functional tensors",
             hasattr(torch, "_is_functional_tensor"),
-            "asked of the tensor",
-            "told from where a tensor's data starts",
+            "queried from the tensor",
+            "inferred from the tensor's data pointer",
         ),
         _feature(
             "tensors without data",
             _fake_tensors() is not None,
-            "wrap_torch finds shapes without a computation",
-            "wrap_torch finds shapes by a run on zeros",
+            "wrap_torch infers shapes without a computation",
+            "wrap_torch infers shapes by a run on zeros",
         ),
     ]
     # Builds without CUDA have no streams.

@@ -218,7 +218,7 @@ def _make_context_current(device_index: int) -> None:
     """Make the device's CUDA context current in this thread, which creating a tensor descriptor needs.
 
     A thread gets the context with its first call of the CUDA runtime. Autograd's threads may reach a launch without any
-    such call: torch's allocator serves memory from its cache, and Triton sets the context only when it launches.
+    such call: torch's allocator returns memory from its cache, and Triton sets the context only when it launches.
     """
     if device_index not in _thread.devices:
         torch.cuda.mem_get_info(device_index)

@@ -41,16 +41,16 @@ def wrap_jax(
     static_argnames: str | Sequence[str] = (),
     max_compiled: int = 128,
 ) -> Callable[..., Any]:
-    """A torch function that computes what the JAX function `fn` computes, with autograd.
+    """Return a torch function that computes the JAX function `fn`, with autograd.
 
     Tensors anywhere in the arguments (tuples, lists, dicts, registered pytrees) reach `fn` as traced arrays, and the
-    arrays it returns come back as tensors in the same structure. `fn` is jitted: once for each structure of the
-    arguments, shapes and dtypes of their arrays, set of tensors to differentiate, and values of everything else. Where
-    a gradient is asked for, the forward program also saves the residuals of `jax.vjp`, and a second program turns
-    cotangents into gradients; the gradients of inputs that do not require grad are not computed.
+    arrays that it returns become tensors in the same structure. `fn` is jitted once for each structure of the
+    arguments, shapes and dtypes of their arrays, set of tensors to differentiate, and values of everything else. If a
+    gradient is requested, the forward program also saves the residuals of `jax.vjp`, and a second program computes
+    gradients from cotangents. Gradients of inputs that do not require grad are skipped.
 
-    - Python numbers, strings and other hashable leaves are static: part of the program, and of the key it is compiled
-      for. Pass a number that changes often as a tensor. `None` is an empty pytree.
+    - Python numbers, strings and other hashable leaves are static: each value has a compiled program of its own. Pass a
+      number that changes often as a tensor. `None` is an empty pytree.
     - JAX and numpy arrays among the arguments are operands without a gradient.
     - A tensor that DLPack cannot share (strided slices, broadcast dimensions, misaligned memory) is copied once, as are
       such cotangents. 64-bit tensors need 64-bit types in JAX (`jax.enable_x64`).
@@ -59,25 +59,25 @@ def wrap_jax(
     - Inputs and results that the backward program needs are saved as torch saves them: writing to them in place before
       the backward pass is an error, and hooks for saved tensors see them. All other residuals stay JAX arrays; for
       rematerialisation use `jax.checkpoint` inside of `fn`.
-    - Under `torch.func.grad`, `vjp`, `jacrev` and `vmap` the backward program computes the function anew, and a mapped
+    - Under `torch.func.grad`, `vjp`, `jacrev` and `vmap` the backward program recomputes the function, and a mapped
       call is a loop. Forward mode (`torch.func.jvp`) raises NotImplementedError.
     - Under `torch.compile` the call is a graph break, and a CUDA graph cannot capture it.
-    - The backward pass may run on another thread, where context managers of JAX other than `jax.enable_x64` are not in
-      force; set such options for the process, with `jax.config.update`.
+    - The backward pass may run on another thread, where JAX's context managers other than `jax.enable_x64` have no
+      effect; set such options for the process, with `jax.config.update`.
 
     Args:
         fn: a function of arrays and pytrees of arrays, such as `jax.jit` takes. It must be pure.
-        differentiable: which tensors get a gradient. None: all that require grad. False: none. Positions or names of
-            arguments: tensors that require grad within those arguments, while others count as constants.
+        differentiable: the tensors that get a gradient. None: all that require grad. False: none. Positions or names of
+            arguments: the tensors in these arguments that require grad; others are constants.
         static_argnames: names of arguments that are static as a whole, such as a hashable pytree of options.
-        max_compiled: how many compiled pairs of programs to keep; the least recently used one goes first.
+        max_compiled: maximum number of pairs of programs in the cache; the least recently used one is dropped first.
 
     Returns:
-        The function. Its `cache_info()` and `cache_clear()` are as those of `functools.lru_cache`.
+        The function. Its `cache_info()` and `cache_clear()` work like those of `functools.lru_cache`.
 
     Raises:
-        ValueError: when `differentiable` or `static_argnames` name no argument of `fn`; and, from calls, as
-            `blockdiag.interop.to_jax` does.
+        ValueError: `differentiable` or `static_argnames` name something that is not an argument of `fn`; and, from
+            calls, the errors of `blockdiag.interop.to_jax`.
         TypeError: from calls, for arguments that are neither arrays nor hashable.
         NotImplementedError: from a second derivative: the backward program itself is not differentiable in torch. Wrap
             `jax.grad(fn)` instead.
@@ -232,7 +232,7 @@ def _arguments(option: str, chosen: Sequence[int | str], fn: Callable[..., Any])
             resolved.update(positional[each : each + 1])
             known = 0 <= each < len(positional) or (each >= 0 and inspect.Parameter.VAR_POSITIONAL in kinds)
         if not known:
-            raise ValueError(f"{option}={each!r} is no argument of the function, which takes {positional + named}")
+            raise ValueError(f"{option}={each!r} is not an argument of the function, which takes {positional + named}")
     return frozenset(resolved)
 
 

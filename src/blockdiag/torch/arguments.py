@@ -124,7 +124,7 @@ def refuse_tangents(tensors: Sequence[Any], error: Callable[[], Exception]) -> N
             raise error()
 
 
-# Errors of derivatives that torch does not get
+# Errors of derivatives that are not available in torch
 
 
 def inference_error(name: str) -> TypeError:

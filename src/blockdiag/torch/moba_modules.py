@@ -20,7 +20,7 @@ from blockdiag.torch.self_attention import SelfAttention, positive
 
 
 class MoBASelfAttention(SelfAttention):
-    """Multi-head self-attention to the best scored blocks of each query: projection, MoBA, output projection.
+    """Multi-head self-attention to the best-scoring blocks of each query: projection, MoBA, output projection.
 
     Optionally, a learned convolution mixes each key with the few before it. A rotary embedding of queries and keys may
     follow, so that scores depend on positions only through their differences.
@@ -152,14 +152,14 @@ class MoBASelfAttention(SelfAttention):
             positions: int32 [T] or, for a batched `x`, [T] or [B, T]: the rotary position of each token. None means its
                 position within its sequence.
             key_mask: bool [B, T] or [T], True for tokens that others may attend to. The key convolution ignores it.
-            routing: the blocks that each query sees, instead of the best scored ones; see `moba_attention`.
+            routing: the blocks that each query sees, instead of the best-scoring ones; see `moba_attention`.
 
         Returns:
             The attended tokens, in the shape and dtype of `x` (autocast's dtype under autocast).
 
         Raises:
             ValueError: an argument is wrong; the message names it, its value and the remedy.
-            NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+            NotImplementedError: none of the requested implementations can compute this call; the message says why.
         """
         if x.is_nested:
             (values,), (offsets,) = nested.unpack(sequence_offsets, x=x)

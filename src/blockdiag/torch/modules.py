@@ -134,7 +134,7 @@ class BlockDiagonalSelfAttention(SelfAttention):
 
         Raises:
             ValueError: an argument is wrong; the message names it, its value and the remedy.
-            NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+            NotImplementedError: none of the requested implementations can compute this call; the message says why.
         """
         if x.is_nested:
             (values,), (offsets,) = nested.unpack(block_lengths if sequence_offsets is None else sequence_offsets, x=x)

@@ -68,7 +68,7 @@ def refusal(name: str, tensor: Any) -> ValueError:
     if tensor.layout is torch.jagged:
         whole = name if tensor.lengths() is None else f"{name}.contiguous()"
         lines = (f"packed = {whole}.values()", f"offsets = {whole}.offsets().int()")
-        found = "a nested tensor that is transposed or has holes, or that this function does not take"
+        found = "a nested tensor that is transposed or has holes, or that this function does not support"
     else:
         lines = (
             f"packed = torch.cat({name}.unbind())",

@@ -60,7 +60,7 @@ class Operator:
         num_results: number of tensors that it returns.
         fake: the method on tensors without data: returns uninitialised results. Devices are checked already.
         leading: names of tensors that precede the arguments.
-        constants: the fields of `arguments` that are no arguments of this operator, and their values.
+        constants: the fields of `arguments` that are not arguments of this operator, and their values.
         shown_names: names of arguments in messages, where they differ.
         gradients: how it is differentiated.
         refusal: makes the error that differentiating it raises.

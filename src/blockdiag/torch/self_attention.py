@@ -74,8 +74,8 @@ class SelfAttention(nn.Module):
             )
         if positions is not None and not has_rotary:
             raise ValueError(
-                f"`positions` of shape {tuple(positions.shape)} say where rotary embedding is, but there is none; "
-                "make the module with `rotary_max_position`"
+                f"`positions` of shape {tuple(positions.shape)} are for rotary embedding, but the module has none; "
+                "create the module with `rotary_max_position`"
             )
 
     def _describe(self, always: Sequence[str], where_given: Sequence[str]) -> str:

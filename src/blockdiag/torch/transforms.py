@@ -1,6 +1,6 @@
 """Derivatives of the registered operators, for autograd and for the transforms of `torch.func`.
 
-`torch.library.register_autograd` only serves autograd: its autograd function has no `setup_context`, without which
+`torch.library.register_autograd` only supports autograd: its autograd function has no `setup_context`, without which
 grad, vjp, jacrev and vmap(grad) raise. Here each operator also gets an autograd function that `torch.func` can
 transform. The dispatcher calls it only while a transform is active, so ordinary calls and `torch.compile` are
 unaffected.
@@ -82,9 +82,9 @@ def _register_transforms(
     def transformed(*arguments: Any) -> Any:
         if any(isinstance(x, torch.Tensor) and is_functional(x) for x in arguments):
             raise NotImplementedError(
-                f"torch.func.functionalize does not take blockdiag::{name}, as torch has no rule of it for autograd "
-                "functions; leave it out: the operator changes nothing in place, and torch.compile and torch.export "
-                "need none"
+                f"torch.func.functionalize does not support blockdiag::{name}, because torch has no functionalisation "
+                "rule for autograd functions; leave it out: the operator changes nothing in place, and torch.compile "
+                "and torch.export do not need it"
             )
         return Transformed.apply(*arguments)
 

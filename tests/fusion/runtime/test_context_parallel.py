@@ -345,7 +345,7 @@ def test_explanation_says_what_is_chosen():
 @pytest.mark.parametrize(
     ("context", "change", "message"),
     [
-        (ContextParallel("absent"), {}, r"names the axis 'absent', and the mesh has \['data', 'model'\]"),
+        (ContextParallel("absent"), {}, r"names the axis 'absent', but the mesh has \['data', 'model'\]"),
         (ContextParallel("model"), {"tokens": 62}, "queries must be a multiple of the 4 devices along 'model', got 62"),
         (ContextParallel("model", "gather"), {"tokens": 60}, "a multiple of twice the 4 devices along 'model', got 60"),
         (ContextParallel("model", "ring"), {"tokens": 60}, "'ring' of a causal mask needs tokens that are a multiple"),

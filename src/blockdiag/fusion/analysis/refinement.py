@@ -213,7 +213,7 @@ class OffsetStates:
         start = np.maximum(shift, 0)
         stop = np.maximum(start, np.minimum(self.whole[0], shift + self.whole[1]))
         line = np.arange(cells * count)
-        assert count == row_tiles + key_tiles - 1, "diagonals are those of squares"
+        assert count == row_tiles + key_tiles - 1, "diagonals need square tiles"
         return Pieces.joined(
             [Pieces(line, np.tile(start, cells), np.tile(stop, cells), self.states.reshape(-1)), edges]
         )

@@ -30,7 +30,7 @@ def diagonals_source(region: Region, tile: Tile, place: int, lists: Lists | None
         place: the index of the leaf.
     """
     leaf, size = region.leaves[place], tile.rows
-    assert tile.columns == size, "diagonals are those of squares"
+    assert tile.columns == size, "diagonals need square tiles"
     others = [label for label in region.batch if label not in leaf.labels]
     writer = Writer(region, "diagonals", tile, (place,))
     emit = writer.emit

@@ -206,7 +206,7 @@ class Printer:
             return self.name(_CALLS[name].format(*(x.name for x in given)), shape)
         if is_spelled(name, aval_of(equation.invars[0]).dtype):
             return self._spelled(equation, given)
-        raise NotPrintable(f"`{name}` has no Triton of its own here")
+        raise NotPrintable(f"`{name}`, which Triton lacks")
 
     def _spelled(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
         """Print the decomposition of an operation, with operands broadcast to its shape."""
@@ -274,7 +274,7 @@ class Printer:
         for axis in sorted(axes, reverse=True):
             expression = f"tl.sum({expression}, {axis})"
         if math.prod(shape) > 1 and len(given.shape) - len(axes) != len(shape):
-            raise NotPrintable("a sum of more than it says")
+            raise NotPrintable("a sum that also removes an axis of size 1")
         if math.prod(shape) == 1 and len(axes) == 1 and len(given.shape) == 2:
             # The other axis has one element.
             expression = f"tl.sum({expression}, 0)"

@@ -186,7 +186,7 @@ class Writer:
         together = self.interleaved(labels, through) if tiles > 1 else 1
         program = "tl.program_id(0)"
         if together > 1:
-            self.emit(f"# {together} heads in turn, as their rows lie side by side in memory.")
+            self.emit(f"# {together} heads in turn, because their rows are adjacent in memory.")
             self.emit(f"own = {program} // {together} % {tiles}")
             self.emit(f"cell = {program} // {together * tiles} * {together} + {program} % {together}")
         else:
@@ -483,7 +483,7 @@ def _add_tile(writer: Writer, score: Value | None, weight: Value | None, masks: 
             emit(f'score = tl.where({masks[0]}, score, float("-inf"))')
         emit("new = tl.maximum(largest, tl.max(score, 1))")
         no_key = NO_KEY / writer.factor
-        emit(f"base = tl.where(new <= {no_key}, 0.0, new) * {writer.factor * LOG2_E}  # rows that saw nothing yet")
+        emit(f"base = tl.where(new <= {no_key}, 0.0, new) * {writer.factor * LOG2_E}  # rows that have seen no key yet")
         emit(f"shrink = tl.exp2(largest * {writer.factor * LOG2_E} - base)")
         emit(f"power = tl.exp2(score * {writer.factor * LOG2_E} - base[:, None])")
         emit("total = total * shrink + tl.sum(power, 1)")

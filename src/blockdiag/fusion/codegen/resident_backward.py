@@ -1,6 +1,6 @@
 """Gluon source of the Hopper backward kernels that keep a pair bias in shared memory.
 
-See lowering/resident_schedule.py. One writer serves both sides, "rows" and "columns". In every round, a program has a
+See lowering/resident_schedule.py. One writer prints both sides, "rows" and "columns". In every round, a program has a
 tile of queries, or of keys, and loops over the other axis in chunks. A chunk has two arrays. The product with the first
 one gives scores. The product with the second one gives slopes, the gradients of the weights.
 
@@ -171,7 +171,7 @@ def _round(own: SideWriter) -> None:
 
 
 def _end_last_round(own: SideWriter) -> None:
-    own.emit("# The last round's gradients have left meanwhile.")
+    own.emit("# The last round's gradients have been stored by now.")
     own.emit("tma.store_wait(0)")
     own.emit("thread_barrier()")
     own.emit(f"free_slot(own_empty, round + {own.own_slots - 1}, {own.own_slots}, round > 0)")
@@ -310,7 +310,7 @@ def _chunk(own: SideWriter, chunk: int, is_begun: bool) -> None:
         emit(f"sum_second = warpgroup_mma(factor, slopes_chunk, sum_second, {first}is_async=True)")
     emit(f"slopes = warpgroup_mma_wait({1 if own.is_columns else 0}, deps=[slopes])")
     if not own.is_ahead:
-        emit("# Of the program's own tiles there are no more products.")
+        emit("# No more products read the program's own tiles.")
         emit("thread_barrier()")
         emit(f"mbarrier.arrive(own_empty.index(GROUP), count=1, pred=part == {own.chunks - 1})")
     emit("slopes = (slopes * power).to(dtype)")
@@ -336,7 +336,7 @@ def _finish(own: SideWriter) -> None:
         _write(own, written, ("scores_own", "slopes_own"))
     else:
         for one in written:
-            emit("# What left before has left.")
+            emit("# The staging buffer is free once its last store is done.")
             emit("tma.store_wait(0)")
             emit("thread_barrier()")
             _write(own, [one], ("passage.index(GROUP)",))
@@ -349,7 +349,7 @@ def _finish(own: SideWriter) -> None:
         at = f"p_grad{i} + {layout.base(region.batch)} + {own.writer.times(f'r_{own.label}', own.label, layout)}"
         emit(f"tl.store({at}, (sums * {factor}).to(p_grad{i}.dtype.element_ty))")
     if own.is_ahead:
-        emit("# The compiler wants no product under way where a loop begins again.")
+        emit("# The compiler does not support a product in flight across loop iterations.")
         emit("scores = warpgroup_mma_wait(0, deps=[scores])")
 
 

@@ -138,7 +138,7 @@ def _round(own: ResidentWriter, chunks: int, per_part: int) -> None:
             emit(f"k_part = wait_slot(ring, part_full, part + {chunk // per_part})")
         emit(f"s{chunk} = warpgroup_mma(q_part, k_part.slice({chunk % per_part * width}, {width}).permute((1, 0)), "
              "start, is_async=True)")  # fmt: skip
-    emit("# The last round's result has left its query's place.")
+    emit("# The last round's result has been stored from its query's slot.")
     emit("tma.store_wait(0)")
     emit("thread_barrier()")
     emit(f"free_slot(query_empty, round + {QUERY_SLOTS - 1}, {QUERY_SLOTS}, round > 0)")
@@ -156,7 +156,7 @@ def _round(own: ResidentWriter, chunks: int, per_part: int) -> None:
     emit(f"largest = {largest[0]}")
     emit(f"base = gl.where(largest <= {NO_KEY / plan.unit}, 0.0, largest)[:, None] * {unit}  # rows that see nothing")
     if own.takes_turns:
-        emit("# One group computes exponentials while the other one's products are under way.")
+        emit("# One group computes exponentials while the other one's products are in flight.")
         emit("mbarrier.wait(turns.index(GROUP), round % 2 ^ (1 - GROUP))")
     _weigh(own, chunks, per_part, unit)
     _finish(own, unit)
@@ -207,7 +207,7 @@ def _finish(own: ResidentWriter, unit: float) -> None:
     emit("is_empty = total == 0  # rows that see no key are 0")
     emit("norm = gl.where(is_empty, 0.0, 1.0 / total)")
     emit("output_tile = output_tile * gl.convert_layout(norm, gl.SliceLayout(1, O))[:, None]")
-    emit("# By way of the query's place, which nobody reads any more.")
+    emit("# Staged in the query's slot, which is no longer read.")
     emit("q_part.store(output_tile.to(dtype))")
     emit("fence_async_shared()")
     emit("thread_barrier()")

@@ -276,7 +276,7 @@ def _load(own: _Pairs) -> None:
 
     own.writer.loop(f"for step in range(count * {parts}):", body)
     if own.is_ahead:
-        emit("# Scores of one more round begin, with whatever is there, and are not used.")
+        emit("# The scores of one more round start on arbitrary data, and are not used.")
         emit(f"slot = count % {own.own_slots}")
         emit(f"mbarrier.wait(own_empty.index(slot), count // {own.own_slots} % 2 ^ 1)")
         emit("mbarrier.arrive(own_full.index(slot), count=1)")

@@ -153,7 +153,7 @@ def _finish(own: WidePairs) -> None:
     emit("    kept, given = halves(sum_query)")
     emit("else:")
     emit("    given, kept = halves(sum_query)")
-    emit("# Both groups have done with the tiles.")
+    emit("# Both groups have finished with the tiles.")
     emit("mbarrier.wait(half_empty.index(0), round % 2)")
     emit("half.index(own_slot * 2 + GROUP).store(given)")
     emit("thread_barrier()")

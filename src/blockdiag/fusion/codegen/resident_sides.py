@@ -161,7 +161,7 @@ def print_load(own: SideWriter) -> None:
 
     own.writer.loop(f"for step in range(count * {chunks}):", chunk)
     if own.is_ahead:
-        emit("# Scores of one more round begin, with whatever is there, and are not used.")
+        emit("# The scores of one more round start on arbitrary data, and are not used.")
         emit(f"slot = count % {own.own_slots}")
         emit(f"mbarrier.wait(own_empty.index(slot), count // {own.own_slots} % 2 ^ 1)")
         emit(f"mbarrier.arrive(own_full.index(slot), count={1 if own.is_columns else 2})")
@@ -258,7 +258,7 @@ def _hand_over(own: SideWriter, full: Sequence[str]) -> None:
     """Print the store of the loaded vectors to shared memory, and the signal to the compute groups."""
     emit = own.emit
     emit(f'lines.index(slot * 2).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
-    emit("# Slopes begin from it.")
+    emit("# The slopes start from -delta.")
     emit("lines.index(slot * 2 + 1).store(0.0 - loaded_delta)")
     emit("thread_barrier()")
     for barrier in full:

@@ -58,7 +58,7 @@ class _StreamWriter(GluonWriter):
         if lists is None:
             self.decode("cell", region.batch)
             return
-        self.emit(f"own = {tiles - 1} - own  # of causal tiles of queries the last ones take longest")
+        self.emit(f"own = {tiles - 1} - own  # with a causal mask, the last query tiles take longest")
         self.decode("cell", region.batch)
         sizes = {label: region.sizes[label] for label in lists.labels}
         layout = layout_of([*sizes.values(), 1], [*((label,) for label in lists.labels), ()], sizes)
@@ -66,7 +66,7 @@ class _StreamWriter(GluonWriter):
         for text in lists.forms[0].setup("", "gl"):
             self.emit(text)
         self.emit("left = gl.load(p_live_counts + line * 2 + 1)")
-        self.emit("# Where no tile is left one is gone through, and forgotten.")
+        self.emit("# A line without live tiles computes one tile, whose result is dropped.")
         self.emit("count = gl.maximum(left, 1)")
 
     def chunk_at(self, lists: Lists | None, place: str, part: Part = "all") -> str:
@@ -158,9 +158,9 @@ def _end_scores(own: _StreamWriter, chunk: str, under_way: int, rows: dict[int, 
 def _weigh(own: _StreamWriter, chunk: str) -> None:
     emit = own.emit
     no_key = NO_KEY / own.writer.factor
-    emit(f"base = gl.where(largest <= {no_key}, 0.0, largest) * {own.unit}  # rows that saw nothing yet")
+    emit(f"base = gl.where(largest <= {no_key}, 0.0, largest) * {own.unit}  # rows that have seen no key yet")
     if own.takes_turns:
-        emit("# One group computes exponentials while the other one's products are under way.")
+        emit("# One group computes exponentials while the other one's products are in flight.")
         emit(f"mbarrier.wait(turns.index(GROUP), {chunk} % 2 ^ (1 - GROUP))")
     emit(f"power = gl.exp2(score * {own.unit} - base[:, None])")
     if own.takes_turns:
@@ -181,9 +181,11 @@ def _end_values(own: _StreamWriter, chunk: str) -> None:
 def _finish(own: _StreamWriter, rows: dict[int, Value]) -> None:
     emit, plan = own.emit, own.plan
     emit("total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S))")
-    emit(f"is_empty = {'total == 0' if plan.lists is None else '(total == 0) | (left == 0)'}  # no key is seen: 0")
+    emit(
+        f"is_empty = {'total == 0' if plan.lists is None else '(total == 0) | (left == 0)'}  # rows without keys are 0"
+    )
     emit("norm = gl.convert_layout(gl.where(is_empty, 0.0, 1.0 / total), gl.SliceLayout(1, O))[:, None]")
-    emit("# Not a product: a value that nobody sees may be NaN.")
+    emit("# A selection, not a product: an unseen value may be NaN.")
     emit("output_tile = gl.where(norm == 0.0, 0.0, output_tile * norm)")
     if own.region.weight is not None:
         weight = own.evaluate(own.region.weight, own.tiles(rows), "w")

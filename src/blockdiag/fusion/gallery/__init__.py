@@ -245,14 +245,12 @@ _SMALL = _normal("N", 0.3)
 
 _MASKS = (
     _variant(masks.vanilla, "Two einsums and a softmax.", **_CROSS),
-    _variant(masks.softmax_by_hand, "The softmax written out, its maximum subtracted.", **_HEADS_FIRST),
-    _variant(
-        masks.divided_last, "Divided by the sum of the weights after the product with the values.", **_HEADS_FIRST
-    ),
+    _variant(masks.softmax_by_hand, "The softmax written out, with its maximum subtracted.", **_HEADS_FIRST),
+    _variant(masks.divided_last, "The product with the values is divided by the sum of the weights.", **_HEADS_FIRST),
     _variant(masks.log_sum_exp, "The softmax as the exponential of scores minus their log-sum-exp.", **_CROSS),
     _variant(masks.wide_scores, "Scores and softmax in float32, whatever the inputs are.", **_CROSS),
     _variant(masks.keys_first, "Scores with the keys before the queries.", **_CROSS),
-    _variant(masks.library, "`jax.nn.dot_product_attention` as it stands.", **_LIBRARY),
+    _variant(masks.library, "`jax.nn.dot_product_attention`, unchanged.", **_LIBRARY),
     _variant(
         masks.library_causal_grouped,
         "`jax.nn.dot_product_attention`, causal, with fewer heads of keys than of queries.",
@@ -268,11 +266,11 @@ _MASKS = (
     ),
     _variant(masks.causal, "Causal: one range of positions on both axes.", **_SELF),
     _variant(masks.causal_tril, "Causal by a lower triangle; the queries are the last tokens.", **_HEADS_FIRST),
-    _variant(masks.causal_constant, "Causal by a mask that numpy made.", **_SELF),
+    _variant(masks.causal_constant, "Causal by a constant NumPy mask.", **_SELF),
     _variant(masks.causal_one_head, "Causal attention of one head, mapped over heads and batch.", **_HEADS_FIRST_SELF),
     _variant(
         masks.causal_positions,
-        "Causal by positions that are data, as in a ring buffer.",
+        "Causal by positions that are arguments, as in a ring buffer.",
         **_CROSS,
         query_positions=_integers("BT", 0, "S"),
         key_positions=_rolled_positions("BS"),
@@ -293,18 +291,20 @@ _MASKS = (
     ),
     _variant(
         masks.prefix_lm,
-        "Causal after a prefix that everyone sees, of constant length.",
+        "Causal after a prefix of constant length that all queries see.",
         options={"prefix": 512},
         **_SELF,
     ),
     _variant(
         masks.prefix_lm_lengths,
-        "Causal after a prefix that everyone sees, its length data.",
+        "Causal after a prefix that all queries see; its length is an argument.",
         **_SELF,
         prefixes=_integers("B", 0, "T"),
     ),
     _variant(masks.document, "Tokens see their own document.", **_SELF, segments=_segments("BT")),
-    _variant(masks.causal_document, "Tokens see the past of their own document.", **_SELF, segments=_segments("BT")),
+    _variant(
+        masks.causal_document, "Tokens see earlier tokens of their own document.", **_SELF, segments=_segments("BT")
+    ),
     _variant(masks.block_diagonal, "Tokens see their own block, of any length.", options={"block_size": 320}, **_SELF),
     _variant(
         masks.packed_documents,
@@ -344,7 +344,7 @@ _SCORES = (
     ),
     _variant(
         scores.log_length_scaling,
-        "Causal; scores grow with the logarithm of what a query sees.",
+        "Causal; scores grow with the logarithm of the number of keys that a query sees.",
         **_SELF,
         scale=_POSITIVE,
     ),
@@ -367,10 +367,10 @@ _SCORES = (
         pair_bias="NTS",
     ),
     _variant(
-        scores.sinks_concatenated, "A learned logit joins the softmax, its weight is dropped.", **_CROSS, sinks="N"
+        scores.sinks_concatenated, "A learned logit is part of the softmax; its weight is dropped.", **_CROSS, sinks="N"
     ),
     _variant(scores.sinks_in_denominator, "A learned logit as a term of the denominator.", **_CROSS, sinks="N"),
-    _variant(scores.softmax_one, "The denominator has a 1 more: a query may attend to nothing.", **_HEADS_FIRST),
+    _variant(scores.softmax_one, "The denominator has an extra 1: a query may attend to nothing.", **_HEADS_FIRST),
     _variant(
         scores.capped_window_with_sinks,
         "Soft cap, causal window and sinks together.",
@@ -385,8 +385,10 @@ _SCORES = (
         query_gain=_normal("H", 0.2, mean=1.0),
         key_gain=_normal("H", 0.2, mean=1.0),
     ),
-    _variant(scores.rotary, "Causal with rotary positions, by halves, computed inside.", **_SELF),
-    _variant(scores.rotary_interleaved, "Rotary positions by pairs, from tables.", **_SELF, cos="TE", sin="TE"),
+    _variant(scores.rotary, "Causal with rotary embedding of halves, computed in the function.", **_SELF),
+    _variant(
+        scores.rotary_interleaved, "Rotary embedding of interleaved pairs, from tables.", **_SELF, cos="TE", sin="TE"
+    ),
 )
 
 _STRUCTURES = (
@@ -395,7 +397,7 @@ _STRUCTURES = (
     _variant(structures.multi_query, "All heads share one head of keys.", query="BTNH", key="BSH", value="BSV"),
     _variant(
         structures.latent,
-        "Causal attention to latents that are key and value of all heads, with a second product for positions.",
+        "Causal attention to latents that are keys and values of all heads, with a second product for positions.",
         query="BTNH",
         query_turned="BTNE",
         latents="BTH",
@@ -414,7 +416,7 @@ _STRUCTURES = (
     ),
     _variant(
         structures.one_query_grouped,
-        "One query without an axis of its own; the heads of a group are the rows.",
+        "One query without a token axis; the heads of a group are the rows.",
         query="BNH",
         key="BSKH",
         value="BSKV",
@@ -499,9 +501,12 @@ _FORMS = (
         **_SELF,
     ),
     _variant(
-        forms.normalised_again, "Weights of keys are left out, and the rest normalised.", **_CROSS, kept=_mask("BS")
+        forms.normalised_again,
+        "The weights of some keys are set to 0, and the rest are normalised again.",
+        **_CROSS,
+        kept=_mask("BS"),
     ),
-    _variant(forms.guarded, "A softmax by hand, 0 where a row sees no key.", **_CROSS, mask=_mask("BS")),
+    _variant(forms.guarded, "A softmax by hand that is 0 in rows without keys.", **_CROSS, mask=_mask("BS")),
     _variant(
         forms.decomposed_positions,
         "Relative positions of pixels, by rows and by columns, as in the image encoder of Kirillov et al. (2023).",

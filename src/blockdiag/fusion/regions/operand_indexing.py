@@ -188,7 +188,7 @@ class Puller:
             return (yield self._node(operands[0], self._at_one_index(equation, dims)))
         if name == "iota":
             if _wraps(equation):
-                raise Unpullable("`iota` of numbers that start again")
+                raise Unpullable("`iota` whose numbers wrap around")
             return self._leaf(*self._positions(equation, dims))
         if name == "dot_general":
             return (yield self._product(equation, dims))
@@ -285,7 +285,7 @@ class Puller:
 
     def _product(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Steps[Node]:
         if equation.outvars[0] in self.stored:
-            raise Unpullable("`dot_general`: a product of which something is known of whole rows")
+            raise Unpullable("`dot_general`: a product whose whole rows are needed")
         sides = factor_dims(equation, dims)
         if any(label.startswith(FEATURES) for label in labels_of(dims)):
             raise Unpullable("`dot_general`: a product for each feature")
@@ -303,7 +303,7 @@ class Puller:
         dtype = aval_of(equation.outvars[0]).dtype
         is_whole = not jnp.issubdtype(dtype, jnp.floating)
         if is_whole and any(np.dtype(aval_of(x).dtype).name not in ("int8", "uint8") for x in equation.invars):
-            raise Unpullable(f"`dot_general`: a product of {dtype}, of which tiles have float32")
+            raise Unpullable(f"`dot_general`: a product in {dtype}, but tiles are float32")
         labels = [labels_of(tuple(side)) for side in sides]
         if any({ROWS, COLUMNS} <= x for x in labels):
             try:
@@ -321,7 +321,7 @@ class Puller:
         operands = [(x, tuple(y)) for x, y in zip(equation.invars, sides, strict=True) if isinstance(x, core.Var)]
         query, key = (self._leaf(x, side) for x, side in (operands[::-1] if is_swapped else operands))
         if query.leaf is None or query.leaf.role != "query" or key.leaf is None or key.leaf.role != "key":
-            raise Unpullable("`dot_general`: a product that is none of queries and keys")
+            raise Unpullable("`dot_general`: a product that is not one of queries and keys")
         self.products.add(equation.outvars[0])
         product = Node("product", (query, key))
         if not is_whole:
@@ -341,7 +341,7 @@ class Puller:
             with contextlib.suppress(Unpullable):
                 return self._looped((yield self._node(equation.invars[0], whole)), features.values())
         if count > _MOST_TERMS:
-            raise Unpullable(f"`reduce_sum` over more than {_MOST_TERMS} features that is no product")
+            raise Unpullable(f"`reduce_sum` over more than {_MOST_TERMS} features that is not a product")
         total = None
         for indices in itertools.product(*(range(shape[axis]) for axis in axes)):
             rest, at = iter(dims), dict(zip(axes, indices, strict=True))

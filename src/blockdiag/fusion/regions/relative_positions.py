@@ -229,7 +229,7 @@ class Distances:
             case "gather":
                 numbers = params["dimension_numbers"]
                 if any(axis in numbers.offset_dims for axis in (axes.rows, axes.columns)):
-                    raise Unpullable("`gather` of what has positions")
+                    raise Unpullable("`gather` from an array with positions")
                 order = [axis for axis in range(len(shape)) if axis not in numbers.offset_dims]
                 inner = axes.through(order.index)
                 if {inner.rows, inner.columns} & set(numbers.start_indices_batching_dims):

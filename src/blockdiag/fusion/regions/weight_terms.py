@@ -60,7 +60,7 @@ class Matcher(Softmaxes):
 
     Attributes:
         is_alone: whether weights without a softmax need no batch axis that queries, keys and values share. Keys must
-            then come before features in memory order, which tells them from the matrix of a layer.
+            then come before features in memory order, which distinguishes them from the matrix of a layer.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:

@@ -320,9 +320,9 @@ def _is_bias(leaf: Leaf) -> bool:
 
 
 def _compared(region: Region) -> frozenset[Leaf]:
-    """Return the leaves of products and feature sums whose magnitude decides something.
+    """Return the leaves of products and feature sums whose magnitude may decide a mask.
 
-    No magnitude may be assumed for these, because it would decide what they mask.
+    No magnitude may be assumed for these, because it would decide which elements they mask.
     """
     nodes = list(nodes_of(region.score, region.weight, *region.extras))
     deciding = [node for node in nodes if node.kind == "sum" and _decides(node)]
@@ -375,7 +375,7 @@ def _assumed(region: Region, leaf: Leaf, tiling: Tiling) -> Extent | None:
 def _extent(region: Region, leaf: Leaf, array: Any, tiling: Tiling) -> Extent:
     """Return the extent of a leaf, computed from its array."""
     tile = tiling.tile
-    assert leaf.role != "feature", "features are not looked at"
+    assert leaf.role != "feature", "features have no extents"
     if leaf.source.key is None:
         array = np.arange(leaf.source.shape[0], dtype=leaf.source.dtype)
     elif leaf.source.constant is not None:

@@ -112,7 +112,7 @@ def sharing_of(context: ContextParallel, arrays: Sequence[Any]) -> Sharing:
         mesh = context.mesh or current
     if context.axis not in mesh.shape:
         raise ValueError(
-            f"`context_parallel` names the axis {context.axis!r}, and the mesh has {sorted(mesh.shape) or 'none'}; "
+            f"`context_parallel` names the axis {context.axis!r}, but the mesh has {sorted(mesh.shape) or 'none'}; "
             "call inside `jax.set_mesh(mesh)` or pass ContextParallel(axis, mesh=mesh)"
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -125,10 +125,10 @@ def sharing_of(context: ContextParallel, arrays: Sequence[Any]) -> Sharing:
 
 
 def _manual_sharing(context: ContextParallel, mesh: Any) -> Sharing:
-    """The devices that share tokens inside of a `jax.shard_map`.
+    """Return the devices that share tokens inside of a `jax.shard_map`.
 
     Raises:
-        ValueError: it is not over the axis of the context, or leaves others to XLA or to types.
+        ValueError: it is not manual over the axis of the context, or leaves other axes automatic or explicit.
     """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if kinds.get(context.axis) != AxisType.Manual:

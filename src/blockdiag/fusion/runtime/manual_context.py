@@ -1,7 +1,7 @@
 """Fused attention inside of `jax.shard_map`, where the devices along a manual axis share the tokens of each sequence.
 
 The function is traced with the shapes of whole arrays. Around attention each device computes its own tokens
-(`token_parts.py`). Strategies are those of `context_parallel.py`; what moves is moved by collectives here.
+(`token_parts.py`). Strategies are those of `context_parallel.py`; here collectives move the data.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def whole_type(x: Any, axis: int | None, devices: int) -> Any:
     Args:
         x: the part, or the whole.
         axis: the axis of tokens of a part; None for a whole array.
-        devices: how many share the tokens.
+        devices: the number of devices that share the tokens.
     """
     if axis is None:
         return x
@@ -43,7 +43,7 @@ def whole_type(x: Any, axis: int | None, devices: int) -> Any:
 
 
 class OwnParts:
-    """Equations around attention for the tokens of this device; call `bind` within the `jax.shard_map`."""
+    """Evaluator of equations around attention for this device's tokens; call `bind` within the `jax.shard_map`."""
 
     def __init__(self, sharing: Sharing) -> None:
         self._parts = Parts(jax.lax.axis_index(sharing.axis), sharing.devices)
@@ -57,15 +57,15 @@ class OwnParts:
 
 
 def attend_to_own_tokens(sharing: Sharing, call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
-    """The result of a region and its log-sum-exp for the device's tokens; see `attend`.
+    """Return the result of a region and its log-sum-exp for the device's tokens; see `attend`.
 
     Args:
         sharing: the devices that share tokens.
-        call: of the region of all tokens.
+        call: the call, with the region of all tokens.
         leaves, value: the operands, each whole or this device's part.
 
     Raises:
-        ValueError: tokens are not the rows or keys of the attention, or the strategy cannot serve the region.
+        ValueError: tokens are not the rows or keys of the attention, or the strategy does not support the region.
     """
     region, arrays = call.region, [*leaves, value]
     labels: list[tuple[Dim, ...]] = [*(leaf.dims for leaf in region.leaves), region.value_dims]
@@ -108,9 +108,9 @@ class _OwnMoves:
 
         Args:
             x: the device's part, or the whole.
-            is_constant: whether its numbers are known while tracing.
-            dims: what its axes stand for.
-            own: the axis at which it is a part.
+            is_constant: whether its elements are known while tracing.
+            dims: the labels of its axes.
+            own: the axis of which it is a part; None for a whole array.
             keys: the axis of keys that devices share.
         """
         label = self.chosen.label

@@ -396,7 +396,7 @@ def gradients_of(region: Region, implementations: tuple[str, ...] | None) -> Pas
 
 
 def _own_part(region: Region, tokens: Tokens) -> Part:
-    """The part of this device inside of a `jax.shard_map`."""
+    """Return the part of this device inside of a `jax.shard_map`."""
     assert tokens.axis is not None, "the axis is manual"
     own = region.sizes[ROWS] // tokens.devices
     start = jax.lax.axis_index(tokens.axis) * own

@@ -1,4 +1,4 @@
-"""The argument `token_axes` of fused functions: which axis of each argument has tokens, one part of several."""
+"""The argument `token_axes` of fused functions: the axis along which each argument is a part of the tokens."""
 
 from collections.abc import Mapping
 from typing import Any

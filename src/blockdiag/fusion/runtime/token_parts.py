@@ -117,11 +117,11 @@ def check_results(jaxpr: core.Jaxpr, results: Sequence[Any], sharers: str) -> No
 
     Args:
         jaxpr: the program.
-        results: of one part.
-        sharers: who shares tokens, in words.
+        results: the results for one part.
+        sharers: the devices or processes that share tokens, in words.
 
     Raises:
-        ValueError: one of them is whole.
+        ValueError: a result is whole.
     """
     derived = {*jaxpr.invars}
     for equation in jaxpr.eqns:
@@ -139,8 +139,8 @@ def check_token_axes(region: Region, axes: _Axes) -> None:
     """Check that parts are parts of the rows of a region, or of the keys of arrays without rows.
 
     Args:
-        region: of all tokens.
-        axes: the axis at which each leaf, and the values, is a part.
+        region: the region of all tokens.
+        axes: the axis of which each leaf, and the values, is a part.
 
     Raises:
         ValueError: another axis is divided, or no rows are.

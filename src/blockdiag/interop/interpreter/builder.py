@@ -152,9 +152,8 @@ class Builder(_PARTS.builder):
     def ternary_op(self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Any) -> TensorHandle:
         return _stored(op(values(lhs), values(rhs), values(other)), other.dtype.scalar)
 
-    # NaN handling follows PTX's `max.f32` and `max.NaN.f32`: of a NaN and a number, `tl.maximum` returns the number
-    # unless told to propagate NaN. Triton's own builder always propagates, so a kernel that loses a NaN on a GPU would
-    # keep it here.
+    # NaN handling follows PTX's `max.f32` and `max.NaN.f32`. Of a NaN and a number, `tl.maximum` returns the number by
+    # default. Triton's own builder always propagates NaN, so a kernel that loses a NaN on a GPU would keep it there.
 
     # pyrefly: ignore[bad-override-param-name]
     def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:

@@ -157,4 +157,4 @@ def _argument(
             if isinstance(argument, Pointer):
                 return pointer
             return session.descriptor(pointer, argument.shape, argument.strides, argument.block_shape)
-    raise ValueError(f"kernel {plan.name!r}: {argument!r} is no plan argument")
+    raise ValueError(f"kernel {plan.name!r}: {argument!r} is not a plan argument")

@@ -78,7 +78,7 @@ def append_to_pages(
         rotary: rotary embedding of the key. Its `positions` default to the positions of the tokens in their sequences.
             The rotation is computed in float32 (float64) and rounded once, to the dtype of the pages. Keys are not
             rotated if `apply_to` excludes them; values never are.
-        key_scale, value_scale: a number, or float32 of shape [] or [B, K], that each key or value is divided by. Beside
+        key_scale, value_scale: a number, or float32 of shape [] or [B, K], that each key or value is divided by. For
             8-bit pages, also pages of scales, float32 [P, page_size, K]. The scale of each new token and head, its
             largest magnitude divided by the largest finite number, is then computed and written there. In both cases
             pass the same array, as it is after the append, to `paged_attention`.

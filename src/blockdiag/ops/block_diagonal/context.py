@@ -56,7 +56,9 @@ def attend_to_shared_tokens(
     """
     refuse_ring(context, "`block_diagonal_attention`", "leave it None, or use 'ulysses'")
     if context.strategy == "gather":
-        raise ValueError("strategy 'gather' does not serve `block_diagonal_attention`; leave it None, or use 'ulysses'")
+        raise ValueError(
+            "strategy 'gather' does not support `block_diagonal_attention`; leave it None, or use 'ulysses'"
+        )
     check_packing(context, query.shape[:-2], sequence_offsets, block_lengths, block_size)
     heads = roles_of(query, "th.")
     tables = positions = None

@@ -32,7 +32,7 @@ def supports(problem: BlockDiagonalProblem) -> str | None:
     if problem.rotary is not None:
         return f"pallas does not fuse rotary embedding; {_REMEDY}, or rotate query and key before the call"
     if problem.tokens == 0:
-        return f"pallas launches no empty grid, got 0 tokens; {_REMEDY}"
+        return f"pallas cannot launch an empty grid, got 0 tokens; {_REMEDY}"
     return None
 
 
@@ -61,7 +61,7 @@ def forward(
 ) -> "jax.Array":
     """Return the attention output [tokens, N, H] of query [tokens, N, H], key and value [tokens, K, H], in their dtype.
 
-    `tiles` and `rotary` must be None, as `supports` demands. `interpret=True` runs on the CPU.
+    `tiles` and `rotary` must be None, as `supports` requires. `interpret=True` runs on the CPU.
 
     Raises:
         NotImplementedError: when `supports(problem)` gives a reason.
@@ -86,7 +86,7 @@ def backward(
 ) -> "tuple[jax.Array, jax.Array, jax.Array]":
     """Return the gradients of query [tokens, N, H] and of key and value [tokens, K, H], in their dtype.
 
-    `tiles` and `rotary` must be None, as `supports` demands. `interpret=True` runs on the CPU.
+    `tiles` and `rotary` must be None, as `supports` requires. `interpret=True` runs on the CPU.
 
     Raises:
         NotImplementedError: when `supports(problem)` gives a reason.

@@ -77,8 +77,9 @@ def key_convolution(
             CUDA where it supports the call, "xla" otherwise. A name ("reference", "xla" or "triton") selects that one;
             on a CPU "triton" runs in a slow interpreter. A sequence selects the first that supports the call.
         context_parallel: the mesh axis along which devices share the tokens of each sequence. Each device receives the
-            last size - 1 keys of the device before it. The strategy makes no difference, except that "ring" is
-            refused. Inside `jax.shard_map`, `key` is the device's tokens and `sequence_offsets` describes all tokens.
+            last size - 1 keys of the device before it. The strategy makes no difference, except that "ring" raises a
+            ValueError. Inside `jax.shard_map`, `key` is the device's tokens and `sequence_offsets` describes all
+            tokens.
 
     Returns:
         The convolved keys, in the shape and dtype of `key`.

@@ -21,7 +21,7 @@ _CHANNELS: tuple[Dim, Dim] = (("heads",), ("features",))
 def rule(
     problem: KeyConvolutionProblem, implementations: tuple[str, ...] | None, method: str, operands: tuple[Any, ...]
 ) -> Rule:
-    """The rule of a canonical call of one group.
+    """Return the sharding rule of a canonical call of one group.
 
     Args:
         problem: the call.

@@ -185,7 +185,7 @@ def moba_attention(
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     check_moba_operands(query, key, value)
     if context_parallel is not None and (routing is not None or key_sequence_offsets is not None):
-        raise ValueError("`context_parallel` serves neither `routing` nor `key_sequence_offsets`; leave them out")
+        raise ValueError("`context_parallel` does not support `routing` or `key_sequence_offsets`; leave them out")
     options: Any = {
         "block_size": block_size,
         "top_k": top_k,

@@ -59,7 +59,7 @@ class ContextParallel:
     def __post_init__(self) -> None:
         if self.strategy not in (None, "ulysses", "gather", "ring"):
             raise ValueError(
-                f"`strategy` must be None, 'ulysses', 'gather' or 'ring', got {self.strategy!r}; 'ulysses' serves "
+                f"`strategy` must be None, 'ulysses', 'gather' or 'ring', got {self.strategy!r}; 'ulysses' supports "
                 "attention whose heads the processes divide, 'gather' MoBA and `fuse` with any number of key heads, "
                 "'ring' `fuse`"
             )
@@ -200,10 +200,10 @@ def choose_strategy(
 
 
 def refuse_ring(context: ContextParallel, operation: str, remedy: str) -> None:
-    """Refuse the strategy "ring" for an operation that it does not serve.
+    """Refuse the strategy "ring" for an operation that does not support it.
 
     Raises:
         ValueError: the strategy is "ring".
     """
     if context.strategy == "ring":
-        raise ValueError(f"strategy 'ring' serves `fuse` alone, not {operation}; {remedy}")
+        raise ValueError(f"strategy 'ring' supports only `fuse`, not {operation}; {remedy}")

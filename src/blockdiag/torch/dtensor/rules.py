@@ -76,8 +76,8 @@ _CACHE = (
     "each key head in the cache as often as devices need it"
 )
 _LISTS = (
-    "tables and lists must be sharded over the same batch rows: pass what torch.ops.blockdiag.moba_lists returns, as "
-    "it is, since its numbers count within what a process holds"
+    "tables and lists must be sharded over the same batch rows: pass the results of torch.ops.blockdiag.moba_lists "
+    "unchanged, since their indices count within each process's part"
 )
 _SHARED = frozenset((
     "sequence_offsets", "block_lengths", "key_sequence_offsets", "cos", "sin", "positions", "key_mask", "indices",
@@ -367,7 +367,7 @@ def _stored(dims: tuple[Dim, ...], x: Operand) -> tuple[Dim, ...]:
     """Return the labels of an operand with a batch axis from `dims`, its labels in the canonical call."""
     if x.ndim > len(dims):
         return _apart(dims)
-    # Tables and positions without a batch axis serve all batch rows.
+    # All batch rows share tables and positions without a batch axis.
     return (tuple(label for label in dims[0] if label != _ROWS), *dims[1:])
 
 

@@ -44,9 +44,9 @@ def fuse(
         function: a function of arrays in pytrees. Calls pass tensors, and arrays and numbers of JAX and numpy, which
             get no gradient. Other arguments are passed unchanged and must be hashable. The function must be pure.
             Tensors that it uses, such as the parameters of a module, must be arguments.
-        implementation: who computes it. None means the Triton kernels on CUDA where they can compute the function,
-            otherwise JAX. "triton" means the kernels, which run in a slow interpreter on the CPU. "xla" means JAX. A
-            sequence means the first that can compute the function. "reference" means the unfused function.
+        implementation: which implementation runs. None means the Triton kernels on CUDA where they can compute the
+            function, otherwise JAX. "triton" means the kernels, which run in a slow interpreter on the CPU. "xla" means
+            JAX. A sequence means the first that can compute the function. "reference" means the unfused function.
         fallback: whether to run the unfused function if it is not fusible; `fused.fallbacks` then lists the reasons.
         via: "jax" to compute everything in JAX, on CUDA too.
         context_parallel: the processes of a group that share the tokens of each sequence; see `ContextParallel`. The
@@ -66,7 +66,7 @@ def fuse(
             do not divide the tokens, or the function mixes tokens outside of attention. The message has the remedy.
         NotFusible: (when called) the function has no attention, or one that breaks a rule; the message names the rule
             and the line.
-        NotImplementedError: (when called) none of the implementations asked for can compute it; the message says why.
+        NotImplementedError: (when called) none of the requested implementations can compute it; the message says why.
         TypeError: (when called) an argument is neither an array nor hashable.
 
     References:

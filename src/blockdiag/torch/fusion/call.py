@@ -310,10 +310,10 @@ def _why_not(program: Program) -> str | None:
     """Return why torch and the kernels cannot compute a program; None if they can."""
     effect = next(filter(has_effects, program.jaxpr.jaxpr.eqns), None)
     if effect is not None:
-        # Torch runs the program in parts and asks for results only: writes would be lost, and prints out of order.
+        # Torch runs the program in parts and reads only results: writes would be lost, prints would be out of order.
         return (
-            f"`{effect.primitive.name}` {place_of(effect)} does more than compute its results, which takes one program "
-            'of JAX; pass via="jax"'
+            f"`{effect.primitive.name}` {place_of(effect)} has side effects, which need a single JAX program; pass "
+            'via="jax"'
         )
     return _why_no_kernels([shared(region) for inner in program.programs() for region in inner.all_regions()])
 

@@ -278,7 +278,7 @@ class SharedRegion:
             if has_carrier:
                 return lambda: tuple(self._whole_moved(each, dims) for each in gather_with_carrier(x, gather))
             return lambda: (self._whole_moved(gather_tokens(context, x, axis, gather), dims),)
-        assert rows is not None, "what has no rows is gathered"
+        assert rows is not None, "arrays without rows are gathered"
         found = self._in_runs(self._in_order(x, rows), rows)
         return lambda: (found,)
 

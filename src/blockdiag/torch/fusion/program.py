@@ -82,7 +82,9 @@ class TorchProgram:
         target = device_target(device.index) if device.type == "cuda" and device.index is not None else None
         jaxpr = marked(program, has_gradient=has_gradient)
         if any(is_key(aval_of(x)) for x in jaxpr.jaxpr.outvars):
-            raise TypeError("the function returns a key, which torch has not; return jax.random.key_data of it")
+            raise TypeError(
+                "the function returns a random key, which torch does not support; return jax.random.key_data of it"
+            )
         self._steps = _Steps(jaxpr, device, bind, target)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:

@@ -8,7 +8,7 @@
 | everything else | JAX, in segments |
 
 There is one segment before the first regions, one before each further level of regions that needs their results, and
-one for the results. An equation belongs to the latest segment that serves all its uses: a gate is computed after the
+one for the results. An equation belongs to the latest segment that precedes all its uses: a gate is computed after the
 attention, next to the product with it.
 """
 

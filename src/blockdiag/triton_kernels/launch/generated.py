@@ -63,7 +63,9 @@ class GeneratedKernel:
         for module in _imports(self.text):
             # A docstring's line that starts with "import" or "from" also counts as an import.
             if module.partition(".")[0] not in (*_KNOWN, _LIBRARY):
-                raise ValueError(f"kernel {self.name!r}: `text` imports {module}, whose changes nobody would notice")
+                raise ValueError(
+                    f"kernel {self.name!r}: `text` imports {module}, whose changes its cache key would not cover"
+                )
 
     @property
     def __name__(self) -> str:
@@ -143,7 +145,7 @@ def _source_of(module: str) -> str:
     # The module is not imported, because device code imports Triton.
     spec = importlib.util.find_spec(module)
     if spec is None or spec.submodule_search_locations is not None:
-        raise ValueError(f"generated kernels import modules of this library by name, and {module} is none")
+        raise ValueError(f"generated kernels import modules of this library by name, and {module} is not one")
     source = spec.loader.get_source(module) if isinstance(spec.loader, importlib.abc.InspectLoader) else None
     if source is None:
         raise ValueError(f"module {module} has no source to be hashed; install the library with its sources")

@@ -11,8 +11,9 @@ from blockdiag.triton_kernels.parts.shapes import next_power_of_2, uses_mma_sync
 # Rows of keys that the centroid kernel adds at a time. This number fixes the order of the sum.
 CENTROID_ROWS = 16
 
-# Number of spans that the query axis is cut into for counting, at most: for many heads, and of all heads where there
-# are few. One warp goes through a span, so that few spans leave the GPU idle. The minimum number of rows of a span.
+# Maximum number of spans into which the query axis is cut for counting: per head if there are many heads, or for all
+# heads together if there are few. One warp handles a span, so too few spans would leave the GPU idle. The last constant
+# is the minimum number of rows of a span.
 MANY_HEADS_SPANS = 256
 _ALL_HEADS_SPANS = 1024
 _FEWEST_SPAN_ROWS = 256

@@ -17,9 +17,9 @@ import triton.language as tl
 
 @triton.jit
 def tile_span(p_tiles, tile, sequence_length, BLOCK_SIZE: tl.constexpr, TABLE: tl.constexpr, FULL: tl.constexpr):
-    """Rows of a tile: (first row, rows that hold tokens, rows to write, position of the first row in its sequence).
+    """Return (first row, rows that hold tokens, rows to write, position of the first row in its sequence) of a tile.
 
-    A tile of padding holds no token and yet is written (with zeros), so that every output row has a writer.
+    A tile of padding holds no tokens but is written with zeros, so that every output row is written.
     """
     if TABLE:
         start = tl.load(p_tiles + tile * 3)
@@ -40,12 +40,12 @@ def tile_span(p_tiles, tile, sequence_length, BLOCK_SIZE: tl.constexpr, TABLE: t
 @triton.jit
 def load_block(source, start, rows, column, ROW_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr):
-    """Load [ROWS, COLUMNS] of which [rows, WIDTH] exist; the rest is zero, whatever memory holds there."""
+    """Load a [ROWS, COLUMNS] block of which [rows, WIDTH] exist; the rest is zero."""
     o_rows = tl.arange(0, ROWS)[:, None]
     if DESCRIPTOR:
         b_block = source.load([start, column])
         if not FULL:
-            # The copy engine brings in the next sequence's rows: zero them, since 0 * NaN would be NaN in a product.
+            # TMA also loads rows of the next sequence. They are zeroed, because 0 * NaN would be NaN in a product.
             b_block = tl.where(o_rows < rows, b_block, 0.0).to(b_block.dtype)
     else:
         o_columns = tl.arange(0, COLUMNS)[None, :]
@@ -79,7 +79,7 @@ def store_block(target, b_block, start, written, column, ROW_STRIDE: tl.constexp
 def load_operand(source, start, rows, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
                  COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr, PAIRED: tl.constexpr,
                  INTERLEAVED: tl.constexpr):
-    """One head's rows as (first, second) of its pairs when PAIRED, else the whole block twice (the second unused)."""
+    """Load one head's rows: the first and second elements of its pairs if PAIRED, otherwise the whole block twice."""
     HALF: tl.constexpr = HEAD_DIM // 2
     if PAIRED and not INTERLEAVED:
         b_first = load_block(source, start, rows, head * HEAD_DIM, HEADS * HEAD_DIM, HALF, ROWS, COLUMNS // 2, FULL,
@@ -117,7 +117,7 @@ def store_operand(target, b_first, b_second, start, written, head, HEADS: tl.con
 @triton.jit
 def load_rotary(p_cos, p_sin, p_positions, start, rows, position, table_rows, HALF: tl.constexpr, ROWS: tl.constexpr,
                 HALF_COLUMNS: tl.constexpr, POSITIONS: tl.constexpr):
-    """cos and sin of a tile's rows, f32. Out-of-range table rows are clamped: traced positions cannot be checked."""
+    """Return f32 cos and sin of a tile's rows. Out-of-range rows are clamped: traced positions cannot be checked."""
     o_rows = tl.arange(0, ROWS)
     m_rows = o_rows < rows
     if POSITIONS == 1:
@@ -136,7 +136,7 @@ def load_rotary(p_cos, p_sin, p_positions, start, rows, position, table_rows, HA
 
 @triton.jit
 def rotate(b_first, b_second, b_cos, b_sin):
-    """Rotary embedding of a paired operand, rounded back to its dtype."""
+    """Apply rotary embedding to a paired operand, rounded back to its dtype."""
     dtype: tl.constexpr = b_first.dtype
     b_x = b_first.to(tl.float32)
     b_y = b_second.to(tl.float32)
@@ -145,13 +145,13 @@ def rotate(b_first, b_second, b_cos, b_sin):
 
 @triton.jit
 def rotate_adjoint(b_first, b_second, b_cos, b_sin):
-    """Transpose of `rotate` on f32 gradients; exact also for tables with cos^2 + sin^2 != 1."""
+    """Apply the transpose of `rotate` to f32 gradients; exact also for tables with cos^2 + sin^2 != 1."""
     return b_first * b_cos + b_second * b_sin, b_second * b_cos - b_first * b_sin
 
 
 @triton.jit
 def paired_scores(b_a0, b_a1, b_b0, b_b1, PAIRED: tl.constexpr, PRECISION: tl.constexpr):
-    """Products over the head dimension of all row pairs, f32 [rows of a, rows of b]."""
+    """Return the products of all row pairs over the head dimension, f32 [rows of a, rows of b]."""
     b_scores = tl.dot(b_a0, tl.trans(b_b0), input_precision=PRECISION)
     if PAIRED:
         b_scores = tl.dot(b_a1, tl.trans(b_b1), acc=b_scores, input_precision=PRECISION)
@@ -160,7 +160,7 @@ def paired_scores(b_a0, b_a1, b_b0, b_b1, PAIRED: tl.constexpr, PRECISION: tl.co
 
 @triton.jit
 def score_mask(rows, ROWS: tl.constexpr, FULL: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which (query, key) pairs of a tile attend. Column 0 always does, so that a row of padding stays finite."""
+    """Return the mask of (query, key) pairs that attend. Key 0 is always included to keep rows of padding finite."""
     o_query = tl.arange(0, ROWS)[:, None]
     o_key = tl.arange(0, ROWS)[None, :]
     m_scores = (o_key < tl.maximum(rows, 1)) & (o_query >= 0)

@@ -83,7 +83,7 @@ def append_to_pages(
         key_centroids: float32 [B, max_blocks, K, H], contiguous, the mean key of each block of a sequence. The mean
             keys of blocks whose last key is new are written.
         block_size: keys of a block; with `key_centroids`.
-        implementation, via: who computes it, see `paged_attention`.
+        implementation, via: which implementation runs, see `paged_attention`.
 
     Returns:
         Every tensor that was written, in the order of the arguments: key_pages, value_pages, then key_scale and
@@ -91,7 +91,7 @@ def append_to_pages(
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations can compute this call; the message says why.
         TypeError: autograd tracks one of the tensors.
 
     References:

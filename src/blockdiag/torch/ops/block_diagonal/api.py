@@ -66,10 +66,10 @@ def block_diagonal_attention(
             pass.
         scale: positive factor on the scores; 1 / sqrt(H) when None.
         is_causal: whether a token attends only to itself and earlier tokens of its block.
-        implementation: who computes it. None means the native kernels on CUDA where they support the call, and "xla"
-            through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU. "reference",
-            "xla" or "pallas" means JAX's implementation of that name. A sequence means the first that supports the
-            call.
+        implementation: which implementation runs. None means the native kernels on CUDA where they support the call,
+            and "xla" through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU.
+            "reference", "xla" or "pallas" means JAX's implementation of that name. A sequence means the first that
+            supports the call.
         via: "jax" to go through DLPack and JAX on CUDA as well.
         context_parallel: the processes that share the tokens of each sequence; see `ContextParallel`. Operands, and the
             per-token tables and positions of `rotary`, are then plain tensors of the process's tokens. Offsets, lengths
@@ -83,7 +83,7 @@ def block_diagonal_attention(
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations can compute this call; the message says why.
 
     References:
         Attention within blocks of tokens: the local attention of Liu et al., "Generating Wikipedia by Summarizing Long
@@ -146,7 +146,7 @@ def block_diagonal_attention_bhsd(
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations can compute this call; the message says why.
 
     References:
         See `block_diagonal_attention`: Liu et al. (2018) and Meta's ads_model_kernel_library (2026).
@@ -217,7 +217,7 @@ def fused_qkv_block_attention(
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations can compute this call; the message says why.
 
     References:
         Multi-head projections as one matrix: Vaswani et al., "Attention Is All You Need" (2017), in the layout of

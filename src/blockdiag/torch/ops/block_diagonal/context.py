@@ -48,7 +48,9 @@ def attend_to_shared_tokens(
     """
     refuse_ring(context, "`block_diagonal_attention`", "leave it None, or use 'ulysses'")
     if context.strategy == "gather":
-        raise ValueError("strategy 'gather' does not serve `block_diagonal_attention`; leave it None, or use 'ulysses'")
+        raise ValueError(
+            "strategy 'gather' does not support `block_diagonal_attention`; leave it None, or use 'ulysses'"
+        )
     operands = {"query": query, "key": key, "value": value}
     check_parts(context, operands, sequence_offsets, block_lengths, block_size)
     own = query.shape[-3]

@@ -158,8 +158,7 @@ class NativeAttention(torch.autograd.Function):
     def backward(ctx: Any, output_cotangent: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         """Compute the gradients, through the registered operator if a second derivative may follow.
 
-        That operator refuses second derivatives. It also serves calls where the backward pass itself is observed or
-        mapped.
+        That operator refuses second derivatives. It is also used where the backward pass itself is observed or mapped.
         """
         tensors: list[torch.Tensor | None] = [None] * TENSORS
         saved = ctx.saved_tensors

@@ -52,9 +52,10 @@ def key_convolution(
             the CPU. On a GPU a check would wait for the device, so they are handled as JAX handles traced ones.
         activation: "silu" or None, applied to the weighted sum.
         residual: whether the key itself is added, after the activation.
-        implementation: who computes it. None means the native kernels on CUDA where they support the call, and "xla"
-            through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU. "reference" or
-            "xla" means JAX's implementation of that name. A sequence means the first that supports the call.
+        implementation: which implementation runs. None means the native kernels on CUDA where they support the call,
+            and "xla" through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU.
+            "reference" or "xla" means JAX's implementation of that name. A sequence means the first that supports the
+            call.
         via: "jax" to go through DLPack and JAX on CUDA as well.
         context_parallel: the processes that share the tokens of each sequence; see `ContextParallel`. Each process
             receives the last size - 1 keys of the one before it, whatever the strategy. `key` is then a plain tensor of
@@ -70,7 +71,7 @@ def key_convolution(
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations can compute this call; the message says why.
 
     References:
         Xiao et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).

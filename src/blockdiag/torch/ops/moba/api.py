@@ -96,13 +96,14 @@ def moba_attention(
             on the CPU. On a GPU a check would wait for the device, so they are handled as JAX handles traced ones.
         key_sequence_offsets: int32 [num_sequences + 1], the same for rows of `key` and `value`; `sequence_offsets` when
             None.
-        routing: the blocks that each query sees, instead of the best scored ones; from `moba_routing`, or made or
+        routing: the blocks that each query sees, instead of the best-scoring ones; from `moba_routing`, or made or
             edited by hand. Its indices are [B, T, N, top_k] or [T, N, top_k]. See `Routing`.
         key_mask: bool [B, S] or [S], True for keys that take part. Other keys are not seen and do not count in the mean
             key of their block. Blocks without keys are not chosen.
-        implementation: who computes it. None means the native kernels on CUDA where they support the call, and "xla"
-            through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU. "reference" or
-            "xla" means JAX's implementation of that name. A sequence means the first that supports the call.
+        implementation: which implementation runs. None means the native kernels on CUDA where they support the call,
+            and "xla" through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU.
+            "reference" or "xla" means JAX's implementation of that name. A sequence means the first that supports the
+            call.
         via: "jax" to go through DLPack and JAX on CUDA as well.
         context_parallel: the processes that share the tokens of each sequence, and their strategy; see
             `ContextParallel`. Operands and `key_mask` are then plain tensors of the process's tokens, and
@@ -119,7 +120,7 @@ def moba_attention(
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations can compute this call; the message says why.
 
     References:
         Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Small blocks, and lists of queries
@@ -136,7 +137,7 @@ def moba_attention(
     query, key, value = autocast(query, key, value)
     if context_parallel is not None:
         if routing is not None or key_sequence_offsets is not None:
-            raise ValueError("`context_parallel` serves neither `routing` nor `key_sequence_offsets`; leave them out")
+            raise ValueError("`context_parallel` does not support `routing` or `key_sequence_offsets`; leave them out")
         check_plain(context_parallel, query=query, key=key, value=value)
         check_moba_operands(query, key, value)
         # Imported lazily: the module is kept out of graphs by `torch.compiler.disable`, which imports torch's compiler.
@@ -232,12 +233,12 @@ def moba_routing(
 
     Returns:
         A `Routing` with indices int32 [B, T, N, top_k] or [T, N, top_k], which number blocks within the sequence. In
-        causal calls the query's own block comes first. The other blocks follow by falling score, the later block first
-        where scores are equal, and then -1.
+        causal calls the query's own block comes first. The other blocks follow by descending score; of equal scores,
+        the later block comes first. The remaining entries are -1.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations can compute this call; the message says why.
 
     References:
         Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025).

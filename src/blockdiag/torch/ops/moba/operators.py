@@ -187,7 +187,7 @@ def describe_attention(arguments: AttentionArguments) -> MoBAProblem:
         if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
             raise ValueError(
                 f"`{name}` must be {dtype} of shape {shape}, got {tensor.dtype} of shape {tuple(tensor.shape)}; pass "
-                "what torch.ops.blockdiag.moba_lists returns for the same call"
+                "the results of torch.ops.blockdiag.moba_lists for the same call"
             )
     return problem
 
@@ -254,7 +254,7 @@ def _exported_size(size: Any) -> Any:
     """Replace a size that follows from symbols by one that is only known when the operator runs.
 
     Torch asks of each derived size whether it is 0 or 1, such as that of a table of one block. A compiled function is
-    recompiled where the answer differs, but an exported program must serve all sizes.
+    recompiled where the answer differs, but an exported program must support all sizes.
     """
     return torch.library.get_ctx().new_dynamic_size() if isinstance(size, torch.SymInt) else size
 

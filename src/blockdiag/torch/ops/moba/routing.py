@@ -25,7 +25,7 @@ class Routing:
 
     Attributes:
         indices: int32 [B, T, N, k] or [T, N, k], block numbers within the sequence of the query, -1 for none.
-            `moba_routing` puts the query's own block first in causal calls, then the others by falling score.
+            `moba_routing` puts the query's own block first in causal calls, then the others by descending score.
         block_size: keys of a block.
         num_blocks: blocks of the longest possible sequence, ceil(S / block_size) for keys with S tokens.
 

@@ -103,7 +103,7 @@ def moba_paged_attention(
         top_k: blocks that a query sees, its own included, 1..64.
         scale: positive factor on the scores of the softmax; 1 / sqrt(H) when None.
         key_scale, value_scale, query_scale: factors of keys, values and queries, see `paged_attention`.
-        implementation, via: who computes it, see `paged_attention`.
+        implementation, via: which implementation runs, see `paged_attention`.
         return_residual: whether to return the log-sum-exp too.
 
     Returns:
@@ -113,7 +113,7 @@ def moba_paged_attention(
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations can compute this call; the message says why.
         TypeError: the call is differentiated.
 
     References:

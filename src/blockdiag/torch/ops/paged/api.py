@@ -123,9 +123,10 @@ def paged_attention(
             additional small kernel; a number and [B, K] are not.
         query_scale: factor of queries: a number, or float32 of shape [] or [B, K], by key head.
         num_splits, split_size: how the keys of each sequence are divided; see the JAX function.
-        implementation: who computes it. None means the native kernels on CUDA where they support the call, and "xla"
-            through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU. "reference" or
-            "xla" means JAX's implementation of that name. A sequence means the first that supports the call.
+        implementation: which implementation runs. None means the native kernels on CUDA where they support the call,
+            and "xla" through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU.
+            "reference" or "xla" means JAX's implementation of that name. A sequence means the first that supports the
+            call.
         via: "jax" to go through DLPack and JAX on CUDA as well.
         return_residual: whether to return the log-sum-exp too, which `merge_attention_states` needs to merge results.
 
@@ -136,7 +137,7 @@ def paged_attention(
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations can compute this call; the message says why.
         TypeError: the call is differentiated.
 
     References:
