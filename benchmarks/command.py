@@ -15,10 +15,10 @@ from benchmarks.block_diagonal.command import TORCH_BENCHMARK as TORCH
 from benchmarks.devices.command import BENCHMARK as DEVICES
 from benchmarks.fuse.command import BENCHMARK as FUSE
 from benchmarks.gallery.command import BENCHMARK as GALLERY
-from benchmarks.harness.pipeline import Benchmark, Choices
+from benchmarks.harness.pipeline import Benchmark, Choices, of_family
 from benchmarks.harness.report import make_console
 from benchmarks.moba.command import BENCHMARK as MOBA
-from benchmarks.paged.command import BENCHMARK as PAGED
+from benchmarks.paged.cases import GROUPS as PAGED_GROUPS
 
 DEFAULT_OUTPUT = Path("benchmarks/results")
 
@@ -26,7 +26,7 @@ DEFAULT_OUTPUT = Path("benchmarks/results")
 BENCHMARKS: Mapping[str, Benchmark] = {
     "block_diagonal": BLOCK_DIAGONAL,
     "moba": MOBA,
-    "paged": PAGED,
+    "paged": of_family("benchmarks.paged.family", names=", ".join(PAGED_GROUPS), budget_seconds=130.0),
     "torch": TORCH,
     "gallery": GALLERY,
     "fuse": FUSE,

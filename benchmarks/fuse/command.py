@@ -14,10 +14,11 @@ from rich.console import Console
 from benchmarks.fuse.cases import GROUPS, FuseCase, select_fuse_cases
 from benchmarks.fuse.report import compile_table, fuse_reasons, fuse_table, summary_table
 from benchmarks.fuse.targets import PEER, judge_fuse
-from benchmarks.harness.pipeline import Benchmark, introduce, introduce_smoke, keep_rows, keep_smoke, select_names
+from benchmarks.harness.pipeline import Benchmark, introduce, introduce_smoke, keep_smoke, select_names
 from benchmarks.harness.records import (
     FuseTiming,
     environment,
+    merge_rows,
     recordable_failures,
 )
 from benchmarks.harness.report import verdict_table
@@ -89,7 +90,7 @@ def measure_fuse(
                 console.print(f"{case.name}: {reason}")
                 rows = rows_without_times(case, where, settings.implementation, reason)
             _show(console, rows)
-            keep_rows(folder / FILE, FuseTiming, rows, is_timed=lambda row: not row.note.startswith("not run"))
+            merge_rows(folder / FILE, FuseTiming, rows, is_measured=lambda row: not row.note.startswith("not run"))
             measured += rows
     console.print(summary_table(measured))
     console.print(compile_table(measured))

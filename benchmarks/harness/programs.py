@@ -3,7 +3,6 @@
 import collections
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,27 +10,9 @@ import jax.numpy as jnp
 
 from benchmarks.harness.compiled import address_table_bytes, calls_as_text, custom_calls
 from benchmarks.harness.failures import ChainBroken
+from benchmarks.harness.family import Program
 from blockdiag.interop.by_target import by_target_p, chosen_jaxpr
 from blockdiag.triton_kernels.launch.plan import Target
-
-
-@dataclass(frozen=True)
-class Program:
-    """One pass, compiled.
-
-    Attributes:
-        run: queues the work once.
-        calls: how often one `run` does the work.
-        extra_bytes: device memory of one call beyond its inputs and outputs.
-        note: what the CSV should say beside the numbers.
-        chain: makes the same pass with `run` doing the work that many times in a row; may raise.
-    """
-
-    run: Callable[[], Any]
-    calls: int
-    extra_bytes: int | None
-    note: str
-    chain: "Callable[[int], Program] | None" = None
 
 
 def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:

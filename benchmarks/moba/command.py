@@ -7,13 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.harness.family import SPENT
 from benchmarks.harness.pipeline import (
-    SPENT,
     Benchmark,
     compile_launches,
     introduce,
     introduce_smoke,
-    keep_rows,
     keep_smoke,
     select_names,
 )
@@ -93,7 +92,7 @@ def measure_moba(
         if reason:
             console.print(f"{case.name}: {reason}")
             rows = rows_without_times(case, where, settings.implementation, reason)
-            keep_rows(folder / FILE, MoBATiming, rows, is_timed=is_timed)
+            merge_rows(folder / FILE, MoBATiming, rows, is_measured=is_timed)
             measured += rows
             continue
         measured += rows

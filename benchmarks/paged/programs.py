@@ -72,6 +72,22 @@ def jax_attention(case: PagedCase, implementation: str) -> Callable[..., Any]:
     return attend
 
 
+def jax_append(
+    case: PagedCase, arrays: Mapping[str, Any], implementation: str
+) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """Return the arrays that `append_to_pages` writes, by name, and the compiled call."""
+    import jax
+
+    from blockdiag.ops.append.api import append_to_pages
+
+    tokens = (case.shape.batch, case.query_tokens)
+    given = dict(arrays)
+    given |= {name: given[name].reshape(*tokens, *given[name].shape[1:]) for name in ("key", "value")}
+    call = jax.jit(lambda given: append_to_pages(**given, implementation=implementation))
+    written = ("key_pages", "value_pages", *(("key_scale", "value_scale") if case.scales == "token" else ()))
+    return dict(zip(written, call(given), strict=True)), lambda: call(given)
+
+
 def jax_cudnn_attention(query: Any, arrays: Mapping[str, Any]) -> Any:
     """Attention of query [B, 1, N, H] to a contiguous cache by cuDNN; it has no log-sum-exp."""
     import jax

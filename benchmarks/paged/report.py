@@ -74,11 +74,6 @@ def paged_tables(rows: Sequence[PagedTiming]) -> list[Table]:
     return [splits_table(rows) if group == "splits" else others_table(group, rows)]
 
 
-def paged_reasons(rows: Sequence[PagedTiming]) -> list[str]:
-    """A line per row that was not measured."""
-    return [f"{row.implementation}, {row.case}: {row.note}" for row in rows if row.median_us is None]
-
-
 def _table(title: str, left: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left")
     for name in left:
