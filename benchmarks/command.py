@@ -17,7 +17,7 @@ from benchmarks.fuse.command import BENCHMARK as FUSE
 from benchmarks.gallery.command import BENCHMARK as GALLERY
 from benchmarks.harness.pipeline import Benchmark, Choices, of_family
 from benchmarks.harness.report import make_console
-from benchmarks.moba.command import BENCHMARK as MOBA
+from benchmarks.moba.cases import MOBA_CASES
 from benchmarks.paged.cases import GROUPS as PAGED_GROUPS
 
 DEFAULT_OUTPUT = Path("benchmarks/results")
@@ -25,7 +25,7 @@ DEFAULT_OUTPUT = Path("benchmarks/results")
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     "block_diagonal": BLOCK_DIAGONAL,
-    "moba": MOBA,
+    "moba": of_family("benchmarks.moba.family", names=", ".join(MOBA_CASES)),
     "paged": of_family("benchmarks.paged.family", names=", ".join(PAGED_GROUPS), budget_seconds=130.0),
     "torch": TORCH,
     "gallery": GALLERY,

@@ -57,6 +57,16 @@ def floor_ms(stages: Sequence[Work], *, matmul_tflops: float = float("inf"), cop
     return sum(max(one.flops / matmul_tflops / 1e9, one.bytes / copy_gb_per_s / 1e6) for one in stages)
 
 
+def counted_columns(entry: "Entry", rates: Mapping[str, float]) -> dict[str, Any]:
+    """Return the useful work of a pass in TFLOP and GB, and its floor at the rates of the run."""
+    stages = entry.case.floor(entry.pass_name)
+    found = {
+        "useful_tflop": sum(one.flops for one in stages) / 1e12,
+        "useful_gb": sum(one.bytes for one in stages) / 1e9,
+    }
+    return found | ({**rates, "floor_ms": floor_ms(stages, **rates)} if rates else {})
+
+
 @dataclass(frozen=True)
 class Program:
     """One pass, compiled.

@@ -3,6 +3,7 @@
 import collections
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 from benchmarks.harness.compiled import address_table_bytes, calls_as_text, custom_calls
 from benchmarks.harness.failures import ChainBroken
 from benchmarks.harness.family import Program
+from benchmarks.harness.records import recordable_failures
+from blockdiag.cli.machine import reason_of
 from blockdiag.interop.by_target import by_target_p, chosen_jaxpr
 from blockdiag.triton_kernels.launch.plan import Target
 
@@ -34,6 +37,21 @@ def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:
     extra_bytes = None if memory is None else max(0, int(memory.temp_size_in_bytes) - address_table_bytes(text))
     single_note = f"custom calls: {calls_as_text(calls)}" if calls else "no custom call"
     return Program(lambda: compiled(*arguments), 1, extra_bytes, single_note, chain)
+
+
+# Programs shorter than this are timed as several calls in one program.
+SHORT_MS = 2.0
+CHAINED_CALLS = 10
+
+
+def chained_if_short(program: Program, milliseconds: float, *, is_on_gpu: bool) -> Program:
+    """Return several calls in one program where one is short, or the program with the reason why that is impossible."""
+    if milliseconds > SHORT_MS or program.chain is None or not is_on_gpu:
+        return program
+    try:
+        return program.chain(CHAINED_CALLS)
+    except recordable_failures() as failure:
+        return replace(program, note=f"{program.note}; timed call by call, {reason_of(failure)}")
 
 
 def _chained(function: Callable[..., Any], calls: int) -> Callable[..., Any]:

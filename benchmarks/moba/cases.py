@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+
+from benchmarks.harness.family import Work
 
 MoBAPass = Literal["routing", "fwd", "bwd", "fwd+bwd"]
 MOBA_PASSES: tuple[MoBAPass, ...] = ("routing", "fwd", "bwd", "fwd+bwd")
@@ -32,6 +34,25 @@ class MoBACase:
     head_dim: int = 128
     block_size: int = 128
     top_k: int = 8
+
+    @property
+    def passes(self) -> tuple[MoBAPass, ...]:
+        """Routing, forward, backward and both."""
+        return MOBA_PASSES
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns that describe the workload."""
+        return {
+            "op": "moba",
+            "case": self.name,
+            "tokens": self.tokens,
+            "batch": self.batch,
+            "query_heads": self.query_heads,
+            "key_heads": self.key_heads,
+            "head_dim": self.head_dim,
+            "block_size": self.block_size,
+            "top_k": self.top_k,
+        }
 
     @property
     def num_blocks(self) -> int:
@@ -98,13 +119,10 @@ class MoBACase:
             return self.useful_bytes("fwd") + self.useful_bytes("bwd")
         return sum(self.operand_bytes(pass_name))
 
-    def floor_ms(self, pass_name: MoBAPass, *, matmul_tflops: float, copy_gb_per_s: float) -> float:
-        """The longer of arithmetic and traffic at the given rates; of both passes the sum."""
-        if pass_name == "fwd+bwd":
-            rates = {"matmul_tflops": matmul_tflops, "copy_gb_per_s": copy_gb_per_s}
-            return self.floor_ms("fwd", **rates) + self.floor_ms("bwd", **rates)
-        arithmetic = self.useful_flops(pass_name) / matmul_tflops / 1e9
-        return max(arithmetic, self.useful_bytes(pass_name) / copy_gb_per_s / 1e6)
+    def floor(self, pass_name: MoBAPass) -> tuple[Work, ...]:
+        """Return the useful work; both passes run one after the other."""
+        stages: tuple[MoBAPass, ...] = ("fwd", "bwd") if pass_name == "fwd+bwd" else (pass_name,)
+        return tuple(Work(self.useful_flops(one), self.useful_bytes(one)) for one in stages)
 
     def shrunk(self, tokens: int) -> "MoBACase":
         """The same heads and blocks over one short sequence, for the table of errors."""
@@ -133,6 +151,11 @@ MOBA_CASES: Mapping[str, MoBACase] = {
         *_variants(64 * 1024),
     )
 }
+
+
+SMOKE_CASE = MoBACase(
+    name="smoke", tokens=200, batch=2, query_heads=4, key_heads=2, head_dim=32, block_size=16, top_k=4
+)
 
 
 def select_moba_cases(names: str | None) -> list[MoBACase]:
