@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks.block_diagonal.command import BENCHMARK as BLOCK_DIAGONAL
 from benchmarks.block_diagonal.command import TORCH_BENCHMARK as TORCH
 from benchmarks.devices.command import BENCHMARK as DEVICES
-from benchmarks.fuse.command import BENCHMARK as FUSE
+from benchmarks.fuse.cases import GROUPS as FUSE_GROUPS
 from benchmarks.gallery.command import BENCHMARK as GALLERY
 from benchmarks.harness.pipeline import Benchmark, Choices, of_family
 from benchmarks.harness.report import make_console
@@ -29,7 +29,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "paged": of_family("benchmarks.paged.family", names=", ".join(PAGED_GROUPS), budget_seconds=130.0),
     "torch": TORCH,
     "gallery": GALLERY,
-    "fuse": FUSE,
+    "fuse": of_family(
+        "benchmarks.fuse.family", names=f"{', '.join(FUSE_GROUPS)}, or cases of these", budget_seconds=510.0
+    ),
     "devices": DEVICES,
 }
 

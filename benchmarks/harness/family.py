@@ -280,8 +280,9 @@ class Family:
         del context, entry
         return ""
 
-    def clock_deadline(self, context: Context, ready: float) -> float:
+    def clock_deadline(self, context: Context, ready: float, cases: Sequence[Any]) -> float:
         """Return when the rounds of the cases end: after an equal share of the time left."""
+        del cases
         return ready + max(0.0, context.settings.deadline - ready) / (len(context.later) + 1)
 
     def beside(self, settings: Settings) -> Subject | None:

@@ -271,7 +271,7 @@ def measure(
     release_memory()
     ready = time.monotonic()
     beside = family.beside(settings)
-    rounds = _time(entries, settings, family.clock_deadline(context, ready), beside)
+    rounds = _time(entries, settings, family.clock_deadline(context, ready, cases), beside)
     if beside is not None:
         rates = {**rates, **family.rates_beside(beside)}
     rows = [_row(family, entry, where, rates) for entry in entries]

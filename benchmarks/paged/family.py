@@ -209,9 +209,9 @@ class Paged(Family):
         del entry
         return SPENT if context.settings.is_spent else ""
 
-    def clock_deadline(self, context: Context, ready: float) -> float:
+    def clock_deadline(self, context: Context, ready: float, cases: Sequence[PagedCase]) -> float:
         """Return the deadline of the run: rounds of a pool take little of it."""
-        del ready
+        del ready, cases
         return context.settings.deadline
 
     def columns(self, entry: Entry, rates: Mapping[str, float]) -> dict[str, Any]:
