@@ -1,11 +1,12 @@
 """Tables of block-diagonal attention for the terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 
 from benchmarks.block_diagonal.cases import PASSES
 from benchmarks.harness.records import ErrorRow, HostRow, Timing
+from benchmarks.harness.report import Cell, column_cell, pass_table
 
 
 def _cell(row: Timing | None) -> str:
@@ -17,46 +18,19 @@ def _cell(row: Timing | None) -> str:
     return f"{row.median_ms:.4f}{ratio}{rate}"
 
 
-def _mebibytes(rows: Iterable[Timing | None]) -> str:
-    """Extra memory of the passes, in MiB."""
-    return " / ".join("-" if row is None or row.peak_bytes is None else f"{row.peak_bytes / 2**20:.1f}" for row in rows)
-
-
 def timing_table(case: str, rows: Sequence[Timing]) -> Table:
-    """One case: a line per implementation, then the reasons of those that did not run."""
+    """Return a table of one case with a line for each implementation that has a time."""
     copy = next((row.copy_gb_per_s for row in rows if row.copy_gb_per_s), None)
     title = case if copy is None else f"{case}   (copy {copy:,.0f} GB/s; cells: ms, time over floor, GB/s)"
-    table = Table(title=title, title_justify="left")
-    table.add_column("implementation")
-    for pass_name in PASSES:
-        table.add_column(pass_name, justify="right")
-    table.add_column("extra MiB", justify="right")
-    names = list(dict.fromkeys(row.implementation for row in rows))
-    for name in names:
-        by_pass = {row.pass_name: row for row in rows if row.implementation == name}
-        passes = [by_pass.get(pass_name) for pass_name in PASSES]
-        if any(row is not None and row.median_ms is not None for row in passes):
-            table.add_row(name, *(_cell(row) for row in passes), _mebibytes(passes))
-    return table
-
-
-def reasons(rows: Sequence[Timing]) -> list[str]:
-    """A line per implementation and reason for what was not measured."""
-    missing: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row.median_ms is None:
-            missing.setdefault((row.implementation, row.note), []).append(row.pass_name)
-    return [f"{name} ({', '.join(passes)}): {note}" for (name, note), passes in missing.items()]
+    cells: dict[str, Cell] = {name: lambda found, name=name: _cell(found.get(name)) for name in PASSES}
+    cells["extra MiB"] = lambda found: " / ".join(
+        column_cell(found.get(name), "peak_bytes", ".1f", 2**20) for name in PASSES
+    )
+    return pass_table(title, rows, cells)
 
 
 def _error_cell(row: ErrorRow | None) -> str:
     return "-" if row is None else f"{row.max_error:.3g} / {row.mean_error:.3g}"
-
-
-def launches(rows: Sequence[Timing]) -> list[str]:
-    """What each pass of this library launches through JAX, as its compiled program says."""
-    shown = [row for row in rows if row.implementation in ("triton", "pallas") and row.median_ms is not None]
-    return [f"{row.implementation} {row.pass_name}: {row.note}" for row in shown]
 
 
 def error_table(rows: Sequence[ErrorRow]) -> Table:

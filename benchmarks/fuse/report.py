@@ -57,11 +57,7 @@ def summary_table(rows: Sequence[FuseTiming]) -> Table:
             case,
             *(" / ".join(number(None if row is None else row.median_ms) for row in passes) for passes in cells),
             " / ".join(number(floors.get(pass_name)) for pass_name in FUSE_PASSES),
-            max(
-                (column_cell(row, "relative_error", ".1e") for row in found.values() if row.relative_error is not None),
-                key=float,
-                default="-",
-            ),
+            number(max((row.relative_error for row in found.values() if row.relative_error), default=None), ".1e"),
         )
     return table
 
