@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.harness.family import Work
+from benchmarks.harness.family import Work, names_of
 
 PassName = Literal["fwd", "bwd", "fwd+bwd"]
 PASSES: tuple[PassName, ...] = ("fwd", "bwd", "fwd+bwd")
@@ -177,13 +177,7 @@ def select_cases(names: str | None) -> list[Case]:
     Raises:
         ValueError: for a name that is no case.
     """
-    if names is None:
-        return list(CASES.values())
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in CASES]
-    if unknown or not wanted:
-        raise ValueError(f"`cases` must name some of {', '.join(CASES)}; got {names!r}")
-    return [CASES[name] for name in wanted]
+    return [CASES[name] for name in names_of(names, CASES)]
 
 
 def rotary_tables(rows: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,16 +16,23 @@ from benchmarks.block_diagonal.implementations import Inputs
 from benchmarks.block_diagonal.jax_implementations import JAX_BASELINES
 from benchmarks.block_diagonal.jax_implementations import OURS as THROUGH_JAX
 from benchmarks.block_diagonal.native import NATIVE
-from benchmarks.block_diagonal.report import error_table, host_table, timing_table
-from benchmarks.block_diagonal.targets import OURS, judge_errors, judge_host, judge_times
+from benchmarks.block_diagonal.report import (
+    OURS,
+    error_table,
+    host_table,
+    judge_errors,
+    judge_host,
+    judge_times,
+    timing_table,
+)
 from benchmarks.block_diagonal.torch_baselines import FLEX_BASELINES, TORCH_BASELINES
 from benchmarks.block_diagonal.workload import make_workload
 from benchmarks.harness.clock import Subject, summarise
 from benchmarks.harness.device import release_memory
 from benchmarks.harness.family import SPENT, Context, Entry, Family, Implementation, Settings, floor_ms
 from benchmarks.harness.records import Environment, ErrorRow, HostRow, Timing, merge_rows
+from benchmarks.harness.report import Verdict
 from benchmarks.harness.roofs import COPY_BYTES, copy_subject, measure_roofs
-from benchmarks.harness.verdicts import Verdict
 
 # What a case after this one needs at the least, in seconds, for its own part to be measured at all.
 _CASE_RESERVE = 14.0
@@ -52,9 +59,8 @@ class BlockDiagonal(Family):
     smoke_text = "XLA and a reference einsum against float64"
     starts_late = True
 
-    def select(self, names: str | None) -> list[Case]:
-        """Return the cases of these names."""
-        return select_cases(names)
+    select = staticmethod(select_cases)
+    judge = staticmethod(judge_times)
 
     def measure_rates(self) -> tuple[dict[str, float], str]:
         """Return the rate of a product; that of a copy is measured beside each case."""
@@ -125,10 +131,6 @@ class BlockDiagonal(Family):
         """Return the table of a case."""
         del others
         return [timing_table(rows[0].case, rows)]
-
-    def judge(self, rows: Sequence[Timing]) -> list[Verdict]:
-        """Compare times and memory with their limits."""
-        return judge_times(rows)
 
 
 def _measure_errors(console: Console, where: Environment, cases: Sequence[Case]) -> list[ErrorRow]:

@@ -1,6 +1,6 @@
 """Implementations of block-diagonal attention by the makers of their passes: torch autograd, and `jax.vjp`."""
 
-import collections
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +11,10 @@ from benchmarks.block_diagonal.cases import Case, PassName
 from benchmarks.block_diagonal.exact import Exact
 from benchmarks.block_diagonal.workload import Workload
 from benchmarks.harness.clock import Framework
-from benchmarks.harness.compiled import address_table_bytes, calls_as_text, custom_calls
 from benchmarks.harness.device import poison, relative_error, to_torch, torch_peak_bytes
-from benchmarks.harness.failures import GATE, ChainBroken, WrongResult
+from benchmarks.harness.failures import GATE, WrongResult
 from benchmarks.harness.family import Context, Implementation, Make, Program
+from benchmarks.harness.programs import Chain, compile_program
 
 type PassMakers = Mapping[PassName, Callable[[], Program]]
 
@@ -120,7 +120,7 @@ def autograd_passes(
 _CHAINED_CALLS = 20
 
 
-def _chained(function: Callable[..., Any], feed: Mapping[int, int], calls: int) -> Callable[..., Any]:
+def _chained(feed: Mapping[int, int], function: Callable[..., Any], calls: int) -> Callable[..., Any]:
     """`function` again and again in one program, argument i of a call being result `feed[i]` of the one before."""
 
     def program(*arguments: Any) -> Any:
@@ -164,30 +164,9 @@ def jit_passes(
         return (output, *pull_back(cotangent))
 
     def prepared(function: Callable[..., Any], *arguments: Any, feed: Mapping[int, int] | None = None) -> Program:
-        compiled = jax.jit(function).lower(*arguments).compile()
-        memory = compiled.memory_analysis()
-        program_text = compiled.as_text() or ""
-        calls = custom_calls(program_text)
-        launched = f"custom calls: {calls_as_text(calls)}" if calls else "no custom call"
-        single = Program(
-            lambda: compiled(*arguments),
-            extra_bytes=None
-            if memory is None
-            else max(0, int(memory.temp_size_in_bytes) - address_table_bytes(program_text)),
-            note="; ".join(part for part in (note, launched) if part),
-            tensors=_flat_tensors,
-        )
-
-        def chain(count: int) -> Program:
-            assert feed is not None
-            program = jax.jit(_chained(function, feed, count)).lower(*arguments).compile()
-            found = custom_calls(program.as_text() or "")
-            if not calls or found != collections.Counter({name: n * count for name, n in calls.items()}):
-                raise ChainBroken(f"{count} calls in one program make custom calls {calls_as_text(found) or 'none'}")
-            note = f"{single.note}; timed as programs of {count} calls"
-            return replace(single, run=lambda: program(*arguments), note=note, calls=count, chain=None)
-
-        return replace(single, chain=chain) if is_chained and feed is not None else single
+        chain = Chain(functools.partial(_chained, feed or {}), is_exact=True, needs_kernels=True)
+        program = compile_program(function, *arguments, chain=chain, note=note, tensors=_flat_tensors)
+        return program if is_chained and feed is not None else replace(program, chain=None)
 
     def forward() -> Program:
         return prepared(lambda *arguments: (attend(*arguments),), query, key, value, extra, feed={0: 0})

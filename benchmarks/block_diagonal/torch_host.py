@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.block_diagonal.report import host_table
-from benchmarks.block_diagonal.targets import judge_torch_host
+from benchmarks.block_diagonal.report import host_table, judge_torch_host
 from benchmarks.harness.clock import summarise
 from benchmarks.harness.device import device_name
 from benchmarks.harness.pipeline import Choices

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.harness.family import Work
+from benchmarks.harness.family import Work, names_of
 
 type Group = Literal["evoformer", "diff", "causal", "window", "prefix", "documents", "alibi", "softcap"]
 type FusePass = Literal["fwd", "fwd+bwd"]
@@ -246,12 +246,5 @@ def select_fuse_cases(names: str | None) -> list[FuseCase]:
     Raises:
         ValueError: for a name that is neither.
     """
-    if names is None:
-        return list(FUSE_CASES.values())
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in FUSE_CASES and name not in GROUPS]
-    if unknown or not wanted:
-        raise ValueError(
-            f"`cases` must name groups, of {', '.join(GROUPS)}, or cases, of {', '.join(FUSE_CASES)}; got {names!r}"
-        )
+    wanted = names_of(names, (*GROUPS, *FUSE_CASES), "groups or cases")
     return [case for case in FUSE_CASES.values() if case.group in wanted or case.name in wanted]

@@ -23,8 +23,7 @@ from benchmarks.fuse.programs import (
     function_of,
     fused_function,
 )
-from benchmarks.fuse.report import compile_table, fuse_table, summary_table
-from benchmarks.fuse.targets import PEER, judge_fuse
+from benchmarks.fuse.report import PEER, compile_table, fuse_table, judge_fuse, summary_table
 from benchmarks.fuse.torch_baselines import COMPILE, FLEX, TORCH_CALLS, Compile, Tensors, TorchCall, compiled
 from benchmarks.harness.clock import sample_host, sample_torch
 from benchmarks.harness.device import captured, poison, release_memory, to_jax, to_torch, torch_peak_bytes
@@ -230,9 +229,10 @@ class Fuse(Family):
     baselines = BASELINES
     smoke_cases = SMOKE_CASES
 
-    def select(self, names: str | None) -> list[FuseCase]:
-        """Return the cases of these names and groups."""
-        return select_fuse_cases(names)
+    select = staticmethod(select_fuse_cases)
+    measure_rates = staticmethod(counted_rates)
+    columns = staticmethod(counted_columns)
+    judge = staticmethod(judge_fuse)
 
     @contextlib.contextmanager
     def compiled_ahead(self, console: Any, cases: Sequence[FuseCase], settings: Settings) -> Iterator[Ahead]:
@@ -247,10 +247,6 @@ class Fuse(Family):
             for line in ahead.lines:
                 console.print(f"compiled ahead: {line}")
             yield ahead
-
-    def measure_rates(self) -> tuple[dict[str, float], str]:
-        """Return the rates of a copy and of a product."""
-        return counted_rates()
 
     def make_inputs(self, cases: Sequence[FuseCase], settings: Settings) -> Inputs:
         """Return the arguments and float64 results."""
@@ -294,10 +290,6 @@ class Fuse(Family):
         del ready
         return _deadline(context, cases[0])
 
-    def columns(self, entry: Entry, rates: Mapping[str, float]) -> dict[str, Any]:
-        """Return the useful work and its floor."""
-        return counted_columns(entry, rates)
-
     def finish(self) -> None:
         """Reset torch's compiler, which keeps eight programs of a function at the most."""
         torch.compiler.reset()
@@ -310,10 +302,6 @@ class Fuse(Family):
     def summary(self, rows: Sequence[FuseTiming]) -> list[Any]:
         """Return the tables of all cases and of compile times."""
         return [summary_table(rows), compile_table(rows)]
-
-    def judge(self, rows: Sequence[FuseTiming]) -> list[Any]:
-        """Compare the rows with their limits."""
-        return judge_fuse(rows)
 
 
 def _deadline(context: Context, case: FuseCase) -> float:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.clock import Framework, Subject
+from benchmarks.harness.kernels import compile_launches
 from benchmarks.harness.records import Environment
-from benchmarks.harness.verdicts import Verdict
+from benchmarks.harness.report import Verdict
 
 SPENT = "not run: the time budget was spent; raise --budget-seconds, or measure fewer cases at once"
 
@@ -50,6 +51,21 @@ class Case(Protocol):
     def floor(self, pass_name: str) -> tuple[Work, ...]:
         """Return the least work of a pass, in stages that run one after the other."""
         ...
+
+
+def names_of(names: str | None, known: Iterable[str], what: str = "some") -> list[str]:
+    """Return the names of a comma-separated list, all of `known` for None.
+
+    Raises:
+        ValueError: a name is unknown, or there is none.
+    """
+    known = list(known)
+    if names is None:
+        return known
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted or any(name not in known for name in wanted):
+        raise ValueError(f"`cases` must name {what} of {', '.join(known)}; got {names!r}")
+    return wanted
 
 
 def floor_ms(stages: Sequence[Work], *, matmul_tflops: float = float("inf"), copy_gb_per_s: float) -> float:
@@ -211,6 +227,7 @@ class Family:
         baselines: names that `--baselines` takes, in the order in which a short budget is spent.
         smoke_cases, smoke_baselines, smoke_text: what runs on a CPU, and what that compares.
         starts_late: cases begin even when the time budget is spent, for the implementations that are required.
+        compile_options: of `compile_launches`.
     """
 
     name: ClassVar[str]
@@ -221,6 +238,7 @@ class Family:
     smoke_baselines: ClassVar[tuple[str, ...]] = ()
     smoke_text: ClassVar[str] = "the XLA implementation against float64"
     starts_late: ClassVar[bool] = False
+    compile_options: ClassVar[Mapping[str, Any]] = {}
 
     def select(self, names: str | None) -> list[Any]:
         """Return the cases of a comma-separated list; ValueError for an unknown name."""
@@ -242,10 +260,18 @@ class Family:
         """Return rows of implementations that this benchmark does not run."""
         return []
 
+    def launches(self, case: Any) -> Sequence[Any]:
+        """Return the kernel launches of a case, which are compiled before the run."""
+        del case
+        return ()
+
     @contextlib.contextmanager
     def compiled_ahead(self, console: Console, cases: Sequence[Any], settings: Settings) -> Iterator[Any]:
-        """Compile kernels before the run; the context lasts as long as the run."""
-        del console, cases, settings
+        """Compile the launches of all cases; the context lasts as long as the run."""
+        del settings
+        lines = compile_launches(cases, self.launches, **self.compile_options)
+        for line in lines:
+            console.print(f"compiled ahead: {line}")
         yield None
 
     def measure_rates(self) -> tuple[dict[str, float], str]:

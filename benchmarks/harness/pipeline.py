@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,27 +130,6 @@ def keep_smoke(console: Console, output: Path | None, op: str, kind: type, rows:
         path = output / f"{op}_smoke.csv"
         write_rows(path, kind, rows)
         console.print(f"written to {path}")
-
-
-def compile_launches[CaseT](
-    console: Console,
-    cases: Sequence[CaseT],
-    launches: Callable[[CaseT], Sequence[Any]],
-    *,
-    limit_seconds: float = 120.0,
-    binary: bool = False,
-) -> None:
-    """Compile every kernel launch of every case ahead, by many processes at once."""
-    from benchmarks.harness.kernels import compile_ahead
-    from blockdiag.interop.targets import session_target
-
-    try:
-        specs = {spec: None for case in cases for spec in launches(case)}
-    except recordable_failures() as failure:
-        console.print(f"kernels could not be listed ahead: {reason_of(failure)}")
-        return
-    for line in compile_ahead(specs, session_target(), limit_seconds=limit_seconds, binary=binary):
-        console.print(f"compiled ahead: {line}")
 
 
 def run(family: Family, console: Console, folder: Path, choices: Choices) -> None:

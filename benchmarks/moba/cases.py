@@ -1,13 +1,13 @@
 """The workloads of the MoBA benchmark, and what each of them cannot do without: products and bytes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.harness.family import Work
+from benchmarks.harness.family import Work, names_of
 
 MoBAPass = Literal["routing", "fwd", "bwd", "fwd+bwd"]
 MOBA_PASSES: tuple[MoBAPass, ...] = ("routing", "fwd", "bwd", "fwd+bwd")
@@ -42,17 +42,8 @@ class MoBACase:
 
     def columns(self) -> dict[str, Any]:
         """Return the columns that describe the workload."""
-        return {
-            "op": "moba",
-            "case": self.name,
-            "tokens": self.tokens,
-            "batch": self.batch,
-            "query_heads": self.query_heads,
-            "key_heads": self.key_heads,
-            "head_dim": self.head_dim,
-            "block_size": self.block_size,
-            "top_k": self.top_k,
-        }
+        shape = asdict(self)
+        return {"op": "moba", "case": shape.pop("name"), **shape}
 
     @property
     def num_blocks(self) -> int:
@@ -164,10 +155,4 @@ def select_moba_cases(names: str | None) -> list[MoBACase]:
     Raises:
         ValueError: for a name that is no case.
     """
-    if names is None:
-        return list(MOBA_CASES.values())
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in MOBA_CASES]
-    if unknown or not wanted:
-        raise ValueError(f"`cases` must name some of {', '.join(MOBA_CASES)}; got {names!r}")
-    return [MOBA_CASES[name] for name in wanted]
+    return [MOBA_CASES[name] for name in names_of(names, MOBA_CASES)]

@@ -1,8 +1,7 @@
 """The family of MoBA: what is prepared, checked and said about each case."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from benchmarks.harness.family import (
     Settings,
     counted_columns,
 )
-from benchmarks.harness.pipeline import compile_launches
 from benchmarks.harness.programs import chained_if_short
 from benchmarks.harness.records import MoBATiming, recordable_failures
 from benchmarks.harness.roofs import counted_rates
@@ -30,8 +28,7 @@ from benchmarks.moba.check import check_sample, errors_at
 from benchmarks.moba.dense import DENSE_BACKENDS, dense_passes
 from benchmarks.moba.programs import Passes, launch_specs
 from benchmarks.moba.recorded import recorded_rows
-from benchmarks.moba.report import moba_table
-from benchmarks.moba.targets import DENSE, judge_moba
+from benchmarks.moba.report import DENSE, judge_moba, moba_table
 from blockdiag.cli.machine import reason_of
 
 _ERROR_TOKENS = 2048
@@ -169,24 +166,12 @@ class MoBA(Family):
     smoke_cases = (SMOKE_CASE,)
     smoke_text = "the XLA implementation against float64 and float32"
 
-    def select(self, names: str | None) -> list[MoBACase]:
-        """Return the cases of these names."""
-        return select_moba_cases(names)
-
-    def recorded(self) -> list[MoBATiming]:
-        """Return rows of FlashMoBA, MoBA and FlashAttention 2."""
-        return recorded_rows()
-
-    @contextlib.contextmanager
-    def compiled_ahead(self, console: Any, cases: Sequence[MoBACase], settings: Settings) -> Iterator[None]:
-        """Compile the kernels of all cases."""
-        del settings
-        compile_launches(console, cases, launch_specs)
-        yield
-
-    def measure_rates(self) -> tuple[dict[str, float], str]:
-        """Return the rates of a copy and of a product."""
-        return counted_rates()
+    select = staticmethod(select_moba_cases)
+    recorded = staticmethod(recorded_rows)
+    launches = staticmethod(launch_specs)
+    measure_rates = staticmethod(counted_rates)
+    columns = staticmethod(counted_columns)
+    judge = staticmethod(judge_moba)
 
     def make_inputs(self, cases: Sequence[MoBACase], settings: Settings) -> tuple[torch.Tensor, ...]:
         """Return query, key, value and cotangent."""
@@ -222,10 +207,6 @@ class MoBA(Family):
         needed = 4 * known * (settings.rounds * 2 + _RUNS_BESIDE) + len(context.later) * _CASE_RESERVE
         return SPENT if time.monotonic() + needed > settings.deadline else ""
 
-    def columns(self, entry: Entry, rates: Mapping[str, float]) -> dict[str, Any]:
-        """Return the useful work and its floor."""
-        return counted_columns(entry, rates)
-
     def timed_columns(self, entry: Entry, row: MoBATiming) -> dict[str, Any]:
         """Return the memory beyond inputs and outputs, and with them."""
         del row
@@ -244,10 +225,6 @@ class MoBA(Family):
             and (row.case == rows[0].case or (row.implementation in DENSE_BACKENDS and _dense_shape(row) == shape))
         ]
         return [moba_table(rows[0].case, [*rows, *beside])]
-
-    def judge(self, rows: Sequence[MoBATiming]) -> list[Any]:
-        """Compare the rows with their limits."""
-        return judge_moba(rows)
 
 
 def _dense_shape(row: MoBATiming) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from benchmarks.harness.family import Work
+from benchmarks.harness.family import Work, names_of
 from blockdiag.ops.append.problem import AppendProblem
 from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 from blockdiag.ops.paged.problem import CacheScale, PagedProblem
@@ -299,11 +299,7 @@ def select_groups(names: str | None) -> list[Group]:
     Raises:
         ValueError: for a name that is no group.
     """
-    if names is None:
-        return list(GROUPS)
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not wanted or any(name not in GROUPS for name in wanted):
-        raise ValueError(f"`cases` must name some of {', '.join(GROUPS)}; got {names!r}")
+    wanted = names_of(names, GROUPS)
     return [group for group in GROUPS if group in wanted]
 
 

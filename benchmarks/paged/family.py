@@ -1,16 +1,14 @@
 """The family of paged attention: what is prepared, checked and said about each case."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from benchmarks.harness.clock import sample_torch, summarise
 from benchmarks.harness.device import captured, to_jax, to_torch
 from benchmarks.harness.family import SPENT, Context, Entry, Family, Implementation, Make, Program, Settings
-from benchmarks.harness.pipeline import compile_launches
 from benchmarks.harness.records import PagedTiming
 from benchmarks.paged.arrays import Pool, Tensors, case_arrays, make_pool
 from benchmarks.paged.cases import SMOKE_CASES, PagedCase, by_pool, make_cases, select_groups
@@ -29,8 +27,7 @@ from benchmarks.paged.programs import (
     sdpa_call,
 )
 from benchmarks.paged.recorded import recorded_rows
-from benchmarks.paged.report import paged_tables
-from benchmarks.paged.targets import NATIVE, THROUGH_JAX, judge_paged
+from benchmarks.paged.report import NATIVE, THROUGH_JAX, judge_paged, paged_tables
 
 _READ_BYTES = 2**32
 # Calls of one JAX program: together they last longer than the host needs to queue one. Those of MoBA are shorter.
@@ -148,6 +145,11 @@ class Paged(Family):
     settings = PagedSettings
     baselines = BASELINES
     smoke_cases = SMOKE_CASES
+    recorded = staticmethod(recorded_rows)
+    launches = staticmethod(launch_steps)
+    # Native launches need binaries; those through JAX use the same kernels.
+    compile_options: ClassVar[Mapping[str, Any]] = {"limit_seconds": 60.0, "binary": True}
+    judge = staticmethod(judge_paged)
 
     def select(self, names: str | None) -> list[PagedCase]:
         """Return the cases of the selected groups, in the order in which a short budget is spent."""
@@ -165,17 +167,6 @@ class Paged(Family):
     def title(self, cases: Sequence[PagedCase]) -> str:
         """Return group, shape and dtype."""
         return f"{cases[0].group}, {cases[0].shape.name}, {cases[0].cache}"
-
-    def recorded(self) -> list[PagedTiming]:
-        """Return FlashInfer's rows."""
-        return recorded_rows()
-
-    @contextlib.contextmanager
-    def compiled_ahead(self, console: Any, cases: Sequence[PagedCase], settings: Settings) -> Iterator[None]:
-        """Compile all launches; native launches and those through JAX use the same kernels."""
-        del settings
-        compile_launches(console, cases, launch_steps, limit_seconds=60.0, binary=True)
-        yield
 
     def measure_rates(self) -> tuple[dict[str, float], str]:
         """Return the rate of reading."""
@@ -237,10 +228,6 @@ class Paged(Family):
         """Return tables of a group, recorded rows beside those of decode."""
         recorded = [row for row in others if rows[0].group == "decode" and row.note.startswith("recorded")]
         return paged_tables([*rows, *recorded])
-
-    def judge(self, rows: Sequence[PagedTiming]) -> list[Any]:
-        """Compare native launches with their limits."""
-        return judge_paged(rows)
 
 
 FAMILY = Paged()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.block_diagonal.cases import CASES, PASSES, Case, select_cases
-from benchmarks.block_diagonal.targets import judge_errors, judge_host, judge_times, judge_torch_host
+from benchmarks.block_diagonal.report import judge_errors, judge_host, judge_times, judge_torch_host
 from benchmarks.harness import clock
 from benchmarks.harness.clock import Subject, interleave, sample_jax, summarise
 from benchmarks.harness.pipeline import select_names

@@ -10,11 +10,11 @@ from benchmarks.block_diagonal.exact import exact_attention
 from benchmarks.block_diagonal.implementations import (
     PassMakers,
     _chained,
-    address_table_bytes,
     implementation,
     jit_passes,
 )
 from benchmarks.block_diagonal.workload import Workload, make_workload
+from benchmarks.harness.compiled import address_table_bytes
 from benchmarks.harness.failures import ChainBroken
 from benchmarks.harness.family import Implementation, Program
 from benchmarks.harness.records import environment
@@ -61,7 +61,7 @@ def test_a_chain_without_custom_calls_is_refused():
 
 
 def test_chained_calls_feed_on_each_other():
-    program = _chained(lambda a, b: (a + b, a * b), {0: 1, 1: 0}, 3)
+    program = _chained({0: 1, 1: 0}, lambda a, b: (a + b, a * b), 3)
     assert program(1, 2) == (2 + 3 + 6, (2 + 3) * 6)
 
 

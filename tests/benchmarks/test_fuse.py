@@ -25,8 +25,7 @@ from benchmarks.fuse.cases import (
     small_case,
 )
 from benchmarks.fuse.programs import FusePasses, cudnn_function, cudnn_unsupported, function_of, launch_specs
-from benchmarks.fuse.report import compile_table, fuse_table, summary_table
-from benchmarks.fuse.targets import OURS, PEER, judge_fuse
+from benchmarks.fuse.report import OURS, PEER, compile_table, fuse_table, judge_fuse, summary_table
 from benchmarks.harness.failures import ChainBroken
 from benchmarks.harness.family import SPENT, floor_ms
 from benchmarks.harness.pipeline import Choices, measure, run, select_names
@@ -227,7 +226,7 @@ def test_chained_calls_take_the_output_before_as_their_query(monkeypatch):
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
     counts = iter([{"kernel": 3}, {"kernel": 5}])
     single = FusePasses(SMALL, function_of(SMALL), views).make("fwd")
-    monkeypatch.setattr("benchmarks.fuse.programs._work", lambda text: collections.Counter(next(counts)))
+    monkeypatch.setattr("benchmarks.harness.programs.work_of", lambda text: collections.Counter(next(counts)))
     with pytest.raises(ChainBroken, match="2 calls in one program"):
         single.chain(2)
 
@@ -369,7 +368,7 @@ def test_command_keeps_rows_and_replaces_none_by_what_was_not_run(monkeypatch, t
     from rich.console import Console
 
     monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
-    monkeypatch.setattr(fuse_family, "counted_rates", lambda: (ROOFS, "rates"))
+    monkeypatch.setattr(fuse_family.FAMILY, "measure_rates", lambda: (ROOFS, "rates"))
     monkeypatch.setattr(fuse_family, "compile_ahead", lambda *_, **__: fuse_ahead.Ahead())
     monkeypatch.setattr("blockdiag.interop.targets.session_target", lambda: None)
     monkeypatch.setenv("TRITON_CACHE_DIR", "set anew")

@@ -18,7 +18,7 @@ from benchmarks.moba.cases import MOBA_CASES, MOBA_PASSES, MoBACase, select_moba
 from benchmarks.moba.check import check_choice, check_sample, float32_attention, random_operands
 from benchmarks.moba.programs import Passes, launch_specs
 from benchmarks.moba.recorded import RECORDED, recorded_rows
-from benchmarks.moba.targets import ROUTING_SHARE, judge_moba
+from benchmarks.moba.report import ROUTING_SHARE, judge_moba
 from blockdiag.ops.moba.api import moba_attention, moba_routing
 from blockdiag.triton_kernels.launch.plan import Target
 
@@ -206,8 +206,8 @@ def test_a_chain_has_the_kernels_of_all_its_calls():
 
 
 def test_a_chain_that_lost_calls_is_refused(monkeypatch):
-    program = cholesky_program()
     monkeypatch.setattr("benchmarks.harness.programs._chained", lambda function, calls: function)
+    program = cholesky_program()
     with pytest.raises(ChainBroken, match="x1"):
         program.chain(3)
 
@@ -356,8 +356,10 @@ def test_cases_after_the_end_of_the_budget_are_rows_and_replace_none(moba, monke
     from rich.console import Console
 
     monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
-    monkeypatch.setattr(moba, "counted_rates", lambda: ({"copy_gb_per_s": 4000.0, "matmul_tflops": 700.0}, "rates"))
-    monkeypatch.setattr(moba, "compile_launches", lambda *_, **__: None)
+    monkeypatch.setattr(
+        moba.FAMILY, "measure_rates", lambda: ({"copy_gb_per_s": 4000.0, "matmul_tflops": 700.0}, "rates")
+    )
+    monkeypatch.setattr(moba.FAMILY, "launches", lambda case: ())
     kept = dataclasses.replace(timing("n8k", "fwd", "triton", 1.0), **dataclasses.asdict(environment("some GPU")))
     merge_rows(tmp_path / "moba.csv", MoBATiming, [kept])
     console = Console(width=200, record=True)

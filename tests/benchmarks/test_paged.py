@@ -1,5 +1,6 @@
 """The benchmark of paged attention: its arithmetic, checks, files and figures, at sizes that take no time."""
 
+import collections
 import dataclasses
 import time
 
@@ -22,12 +23,11 @@ from benchmarks.paged.cases import (
     select_groups,
 )
 from benchmarks.paged.recorded import FLASHINFER, RECORDED, recorded_rows
-from benchmarks.paged.report import paged_tables
-from benchmarks.paged.targets import NATIVE, THROUGH_JAX, judge_paged
+from benchmarks.paged.report import NATIVE, THROUGH_JAX, judge_paged, paged_tables
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.harness.failures import WrongResult  # noqa: E402
+from benchmarks.harness.failures import ChainBroken, WrongResult  # noqa: E402
 from benchmarks.paged import check as paged_check  # noqa: E402
 from benchmarks.paged import family as paged_family  # noqa: E402
 from benchmarks.paged import programs as paged_programs  # noqa: E402
@@ -321,8 +321,8 @@ def test_a_chain_that_lost_calls_is_refused(monkeypatch):
     (output, _), run = paged_programs.jax_program(attend, arrays, 3)
     assert output[0, 0] == pytest.approx(8**0.5) and run()[0, 0] == pytest.approx(8 ** (1 / 8))
     counts = iter([{"one": 1}, {"one": 1}])
-    monkeypatch.setattr(paged_programs, "custom_calls", lambda text: next(counts))
-    with pytest.raises(paged_programs.ChainBroken, match="3 calls"):
+    monkeypatch.setattr("benchmarks.harness.programs.work_of", lambda text: collections.Counter(next(counts)))
+    with pytest.raises(ChainBroken, match="3 calls"):
         paged_programs.jax_program(attend, arrays, 3)
 
 
@@ -331,7 +331,7 @@ def test_rows_without_times_replace_none(monkeypatch, tmp_path):
 
     monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
     monkeypatch.setattr(paged_family, "measure_read_rate", lambda: 4.4)
-    monkeypatch.setattr(paged_family, "compile_launches", lambda *_, **__: None)
+    monkeypatch.setattr(paged_family.FAMILY, "launches", lambda case: ())
     where = dataclasses.asdict(environment("some GPU"))
     kept = dataclasses.replace(timing(cases_of("append")[0], 3.0), **where)
     merge_rows(tmp_path / "paged.csv", PagedTiming, [kept])
