@@ -294,7 +294,8 @@ def _prepared(family: Family, context: Context, case: Any, implementation: Imple
             reason = "" if make else entry.note
             release_memory()
     ready = ", ".join(entry.pass_name for entry in entries if entry.program is not None) or "not run"
-    context.settings.say(f"  {case.name}, {implementation.name}: {ready} ({time.monotonic() - began:.1f} s)")
+    if len(entries) > 1 or ready == "not run":
+        context.settings.say(f"  {case.name}, {implementation.name}: {ready} ({time.monotonic() - began:.1f} s)")
     return entries
 
 
