@@ -1,4 +1,4 @@
-"""The family of block-diagonal attention: cases, errors against float64, and host times of a call."""
+"""Block-diagonal attention as a benchmark family, with errors against float64 and host times of a call."""
 
 import time
 from collections.abc import Mapping, Sequence

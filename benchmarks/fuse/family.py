@@ -1,4 +1,4 @@
-"""The family of fused functions: what is prepared, checked and said about each case."""
+"""Fused functions as a benchmark family: programs and checks of each case, and the columns of its rows."""
 
 import contextlib
 import os
@@ -87,7 +87,7 @@ class Inputs:
 
 
 def _fused(context: Context, case: FuseCase) -> Make:
-    """This library: kernels are loaded, and each pass is compiled and checked."""
+    """Return the maker of this library's passes: it loads the kernels, and compiles and checks the pass."""
     inputs, settings, loads = context.inputs, context.settings, {}
 
     def make(pass_name: Any) -> Program:
@@ -162,7 +162,7 @@ def _memory(case: FuseCase, pass_name: FusePass, extra_bytes: int | None) -> dic
 
 
 def _jax_baseline(name: str) -> Implementation:
-    """The function as XLA compiles it, or by cuDNN."""
+    """Return the function as XLA compiles it, or by cuDNN."""
 
     def begin(context: Context, case: FuseCase) -> Make:
         def make(pass_name: Any) -> Program:

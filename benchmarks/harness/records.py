@@ -103,7 +103,7 @@ class MoBATiming(Measured):
     Attributes:
         pass_name: "routing" (mean keys, scores, choice, lists), "fwd" (routing included), "bwd" or "fwd+bwd".
         tokens, batch: tokens of a sequence, and sequences.
-        useful_tflop, useful_gb: arithmetic and bytes that the pass cannot do without; see `moba_cases`.
+        useful_tflop, useful_gb: arithmetic and bytes that the pass cannot do without; see `benchmarks.moba.cases`.
         floor_ms: the longer of both at the rates that this run measured, `matmul_tflops` and `copy_gb_per_s`.
         extra_bytes: device memory beyond inputs and outputs; `peak_bytes` with them.
         relative_error: relative L2 norm of output and gradients (the largest of what the pass returns) against float32
@@ -140,7 +140,7 @@ class PagedTiming(Measured):
     """One row of the CSV of paged attention: one implementation on one workload.
 
     Attributes:
-        group: what the row is measured for; see `paged_cases.GROUPS`.
+        group: what the row is measured for; see `benchmarks.paged.cases.GROUPS`.
         case: name of the row within its group; `workload` is that of the shape, batch, lengths and heads.
         cache, scales: dtype name of keys and values, and how their scales are given.
         page_size: tokens of a page; None for a contiguous cache.
@@ -218,7 +218,7 @@ class FuseTiming(Measured):
 
     Attributes:
         pass_name: "fwd" or "fwd+bwd"; the latter has the gradients of all floating arguments, biases included.
-        group, case: the function, and the workload within it; see `fuse_cases`.
+        group, case: the function, and the workload within it; see `benchmarks.fuse.cases`.
         rows: sequences that share a bias of pairs.
         useful_tflop, useful_gb: arithmetic and bytes that the pass cannot do without.
         floor_ms: the longer of both at the rates that this run measured, `matmul_tflops` and `copy_gb_per_s`.

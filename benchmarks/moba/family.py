@@ -1,4 +1,4 @@
-"""The family of MoBA: what is prepared, checked and said about each case."""
+"""MoBA as a benchmark family: programs and checks of each case, and the columns of its rows."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from benchmarks.moba.check import check_sample, errors_at
 from benchmarks.moba.dense import DENSE_BACKENDS, dense_passes
 from benchmarks.moba.programs import Passes, launch_specs
 from benchmarks.moba.recorded import recorded_rows
-from benchmarks.moba.report import DENSE, judge_moba, moba_table
+from benchmarks.moba.report import DENSE, dense_shape, judge_moba, moba_table
 from blockdiag.cli.machine import reason_of
 
 _ERROR_TOKENS = 2048
@@ -67,7 +67,7 @@ def random_tensors(case: MoBACase, settings: Settings) -> tuple[torch.Tensor, ..
 
 
 def _through_jax(context: Context, case: MoBACase) -> Make:
-    """Check this library's results before any of its passes is made."""
+    """Return the maker of this library's passes, after a check of all results of a case."""
     settings = context.settings
     if settings.device == "cuda":
         torch.cuda.synchronize()
@@ -130,7 +130,7 @@ def errors_against_float32(case: MoBACase, settings: Any) -> dict[str, float] | 
 
 
 def _dense(name: str) -> Implementation:
-    """Dense attention by one backend of SDPA."""
+    """Return dense attention by one backend of SDPA."""
 
     def begin(context: Context, case: MoBACase) -> Make:
         makers = dense_passes(case, context.inputs, DENSE_BACKENDS[name])
@@ -217,24 +217,20 @@ class MoBA(Family):
 
     def tables(self, rows: Sequence[MoBATiming], others: Sequence[MoBATiming]) -> list[Any]:
         """Return the table of a case, beside dense rows of the same shape and recorded ones."""
-        shape, mine = _dense_shape(rows[0]), {row.implementation for row in rows}
+        shape, mine = dense_shape(rows[0]), {row.implementation for row in rows}
         beside = [
             row
             for row in others
             if row.implementation not in mine
-            and (row.case == rows[0].case or (row.implementation in DENSE_BACKENDS and _dense_shape(row) == shape))
+            and (row.case == rows[0].case or (row.implementation in DENSE_BACKENDS and dense_shape(row) == shape))
         ]
         return [moba_table(rows[0].case, [*rows, *beside])]
-
-
-def _dense_shape(row: MoBATiming) -> tuple[int, ...]:
-    return row.batch, row.tokens, row.query_heads, row.key_heads, row.head_dim
 
 
 def dense_rows(measured: Sequence[MoBATiming], case: MoBACase) -> list[MoBATiming]:
     """Return timed rows of dense baselines over arrays like the case's."""
     timed = [row for row in measured if row.implementation in DENSE_BACKENDS and row.median_ms is not None]
-    return [row for row in timed if _dense_shape(row) == case.dense_shape]
+    return [row for row in timed if dense_shape(row) == case.dense_shape]
 
 
 FAMILY = MoBA()

@@ -63,17 +63,20 @@ def judge_moba(rows: Sequence[MoBATiming], implementation: str = OURS) -> list[V
 
 def _judge_dense(rows: Sequence[MoBATiming], implementation: str) -> list[Verdict]:
     """Time over that of dense attention on the same arrays, where that was measured."""
-    dense = {_shape(row): row.median_ms for row in rows if row.implementation == DENSE and row.pass_name == "fwd+bwd"}
+    dense = {
+        dense_shape(row): row.median_ms for row in rows if row.implementation == DENSE and row.pass_name == "fwd+bwd"
+    }
     verdicts = []
     for row in rows:
         is_judged = row.implementation == implementation and row.pass_name == "fwd+bwd" and row.tokens >= _DENSE_FROM
-        if is_judged and dense.get(_shape(row)) is not None:
-            ratio = quotient(row.median_ms, dense[_shape(row)])
+        if is_judged and dense.get(dense_shape(row)) is not None:
+            ratio = quotient(row.median_ms, dense[dense_shape(row)])
             verdicts.append(Verdict(f"{row.case} fwd+bwd: time over dense cuDNN", ratio, 1.0))
     return verdicts
 
 
-def _shape(row: MoBATiming) -> tuple[int, ...]:
+def dense_shape(row: MoBATiming) -> tuple[int, ...]:
+    """Return the shape that dense attention sees of a row's workload; see `MoBACase.dense_shape`."""
     return row.batch, row.tokens, row.query_heads, row.key_heads, row.head_dim
 
 

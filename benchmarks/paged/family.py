@@ -1,4 +1,4 @@
-"""The family of paged attention: what is prepared, checked and said about each case."""
+"""Paged attention as a benchmark family: programs and checks of each case, and the columns of its rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,14 +45,14 @@ class PagedSettings(Settings):
 
 
 def measure_read_rate(samples: int = 10) -> float:
-    """Return the TB/s at which the largest of 4 GiB of random integers is found, which reads and writes nothing."""
+    """Return the bandwidth of `torch.amax` over 4 GiB of random integers, in TB/s: it reads them and writes nothing."""
     values = torch.randint(-(2**31), 2**31 - 1, (_READ_BYTES // 4,), dtype=torch.int32, device="cuda")
     times = [sample_torch(lambda: torch.amax(values), 5) for _ in range(samples)]
     return _READ_BYTES / summarise(times).median / 1e9
 
 
 def _native(context: Context, case: PagedCase) -> Make:
-    """Launch once, check, and capture the calls of a round."""
+    """Return the maker of native launches: it launches once, checks, and captures the calls of a round."""
 
     def make(pass_name: str) -> Program:
         del pass_name
@@ -87,7 +87,7 @@ def _moba_bytes(case: PagedCase, arrays: Tensors) -> dict[str, float]:
 
 
 def _through_jax(context: Context, case: PagedCase) -> Make:
-    """This library through `jax.jit`: one call checked, and a program of several."""
+    """Return the maker of calls through `jax.jit`: it checks one call and compiles a program of several."""
 
     def make(pass_name: str) -> Program:
         del pass_name
@@ -104,7 +104,7 @@ def _through_jax(context: Context, case: PagedCase) -> Make:
 
 
 def _contiguous(name: str) -> Callable[[Context, PagedCase], Make]:
-    """Dense attention to the pool's keys as they lie, without pages."""
+    """Return the maker of dense attention to the pool's keys as they lie, without pages."""
 
     def begin(context: Context, case: PagedCase) -> Make:
         def make(pass_name: str) -> Program:
