@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 
 import torch
 
-from benchmarks.block_diagonal.cases import CASES, Case
+from benchmarks.block_diagonal.cases import CASES, OP, Case
 from benchmarks.block_diagonal.exact import TENSOR_NAMES, exact_attention
-from benchmarks.block_diagonal.implementations import Implementation
-from benchmarks.block_diagonal.measure import OP
+from benchmarks.block_diagonal.implementations import unchecked
 from benchmarks.block_diagonal.workload import make_workload
 from benchmarks.harness.device import relative_error
+from benchmarks.harness.family import Implementation
 from benchmarks.harness.records import Environment, ErrorRow, recordable_failures
 from blockdiag.cli.machine import reason_of
 
@@ -118,9 +118,9 @@ def _one_seed(case: Case, implementation: Implementation, seed: int, device: str
     """Worst, mean and relative error of output, dQ, dK and dV."""
     workload = make_workload(case, seed=seed, device=device)
     exact = exact_attention(case, *workload.inputs, workload.cotangent, workload.tables, dtype=torch.float64)
-    prepared = implementation.passes(workload)["fwd+bwd"]()
+    program = unchecked(implementation, workload)("fwd+bwd")
     errors = []
-    for result, wanted in zip(prepared.tensors(prepared.run()), exact, strict=True):
+    for result, wanted in zip(program.tensors(program.run()), exact, strict=True):
         difference = (result.double() - wanted).abs()
         errors.append((float(difference.max()), float(difference.mean()), relative_error(result, wanted)))
     return errors

@@ -3,13 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+
+from benchmarks.harness.family import Work, names_of
 
 PassName = Literal["fwd", "bwd", "fwd+bwd"]
 PASSES: tuple[PassName, ...] = ("fwd", "bwd", "fwd+bwd")
 
+OP = "block_diagonal"
 ELEMENT_BYTES = 2  # every case is bfloat16
 
 
@@ -55,6 +58,19 @@ class Case:
     def __post_init__(self) -> None:
         if not self.packed and len(set(self.sequence_lengths)) != 1:
             raise ValueError(f"`sequence_lengths` of case {self.name} must be equal unless it is packed")
+
+    @property
+    def passes(self) -> tuple[PassName, ...]:
+        """Forward, backward and both."""
+        return PASSES
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns that describe the workload."""
+        return {"op": OP, "case": self.name}
+
+    def floor(self, pass_name: PassName) -> tuple[Work, ...]:
+        """Return the bytes that a pass moves; its arithmetic takes less time than that."""
+        return (Work(0.0, self.floor_bytes(pass_name)),)
 
     @property
     def tokens(self) -> int:
@@ -152,19 +168,16 @@ CASES: Mapping[str, Case] = {
 }
 
 
+SMOKE_CASE = replace(CASES["h8_d128"], name="smoke_h2_d64", query_heads=2, key_heads=2, head_dim=64).shrunk((256,) * 4)
+
+
 def select_cases(names: str | None) -> list[Case]:
     """Cases of a comma-separated list, all of them for None.
 
     Raises:
         ValueError: for a name that is no case.
     """
-    if names is None:
-        return list(CASES.values())
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in CASES]
-    if unknown or not wanted:
-        raise ValueError(f"`cases` must name some of {', '.join(CASES)}; got {names!r}")
-    return [CASES[name] for name in wanted]
+    return [CASES[name] for name in names_of(names, CASES)]
 
 
 def rotary_tables(rows: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:

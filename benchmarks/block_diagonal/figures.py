@@ -14,11 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.block_diagonal.targets import judge_errors, judge_host, judge_times
+from benchmarks.block_diagonal.report import judge_errors, judge_host, judge_times
 from benchmarks.block_diagonal.torch_host import AUTOGRAD, LIMITS
 from benchmarks.harness.records import ErrorRow, HostRow, Timing, read_rows
-from benchmarks.harness.report import make_console, verdict_table
-from benchmarks.harness.verdicts import Verdict
+from benchmarks.harness.report import Verdict, make_console, verdict_table
 
 DEVICE = "NVIDIA H200"
 IMPORT_LIMIT_SECONDS = 0.3

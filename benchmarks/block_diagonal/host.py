@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.block_diagonal.cases import Case
+from benchmarks.block_diagonal.cases import OP, Case
 from benchmarks.block_diagonal.jax_implementations import our_attention
-from benchmarks.block_diagonal.measure import OP
 from benchmarks.harness.clock import summarise
 from benchmarks.harness.records import Environment, HostRow, recordable_failures
 from blockdiag.cli.machine import reason_of

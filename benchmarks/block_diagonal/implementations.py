@@ -1,6 +1,6 @@
-"""What an implementation is to the benchmark, and two generic ways to get its passes: torch autograd and jax.vjp."""
+"""Implementations of block-diagonal attention by the makers of their passes: torch autograd, and `jax.vjp`."""
 
-import collections
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,46 +8,65 @@ from typing import Any
 import torch
 
 from benchmarks.block_diagonal.cases import Case, PassName
+from benchmarks.block_diagonal.exact import Exact
 from benchmarks.block_diagonal.workload import Workload
 from benchmarks.harness.clock import Framework
-from benchmarks.harness.compiled import address_table_bytes, calls_as_text, custom_calls
-from benchmarks.harness.device import Prepared, to_torch, torch_peak_bytes
-from benchmarks.harness.failures import ChainBroken
+from benchmarks.harness.device import poison, relative_error, to_torch, torch_peak_bytes
+from benchmarks.harness.failures import GATE, WrongResult
+from benchmarks.harness.family import Context, Implementation, Make, Program
+from benchmarks.harness.programs import Chain, compile_program
 
-type PassMakers = Mapping[PassName, Callable[[], Prepared]]
-
-
-def _nothing() -> None:
-    """For implementations that leave nothing behind."""
-
-
-def _supports_all(case: Case) -> str | None:
-    """For implementations that take every case."""
-    del case
-    return None
+type PassMakers = Mapping[PassName, Callable[[], Program]]
 
 
 @dataclass(frozen=True)
-class Implementation:
-    """One way to compute a case.
+class Inputs:
+    """Inputs of a case, and the exact results that every pass is compared with; None: nothing is compared."""
 
-    Attributes:
-        name: what `--baselines` takes and the CSV holds.
-        framework: whose clock times it.
-        is_required: whether it is measured even when the time budget is spent.
-        passes: makes the passes of a workload; each maker may raise, and then that pass is reported as not run.
-        unsupported: None, or why a case is not for this implementation.
-        preparation_seconds: how long making the passes takes at the most, for the time budget.
-        finish: called after a case's timing, when its passes were made.
+    workload: Workload
+    exact: Exact | None = None
+
+
+def implementation(
+    name: str, framework: Framework, passes: Callable[[Workload], PassMakers], **options: Any
+) -> Implementation:
+    """Return an implementation by the makers of its passes, each of which may raise; passes are checked and chained."""
+
+    def begin(context: Context, case: Case) -> Make:
+        del case
+        workload, exact = context.inputs.workload, context.inputs.exact
+        makers = passes(workload)
+
+        def make(pass_name: Any) -> Program:
+            poison(workload.inputs)
+            program = makers[pass_name]()
+            if exact is None:
+                return program
+            check(program, exact, pass_name)
+            program = program.chain(_CHAINED_CALLS) if program.chain else program
+            return replace(program, held_bytes=workload.output_bytes(pass_name))
+
+        return make
+
+    return Implementation(name, framework, begin, **options)
+
+
+def unchecked(one: Implementation, workload: Workload) -> Make:
+    """Return the function that makes the passes of an implementation as they are."""
+    return one.begin(Context(None, 0.0, inputs=Inputs(workload)), workload.case)
+
+
+def check(program: Program, exact: Exact, pass_name: PassName) -> None:
+    """Run once and compare with the exact results of the pass.
+
+    Raises:
+        WrongResult: a result is further away than rounding explains.
     """
-
-    name: str
-    framework: Framework
-    is_required: bool
-    passes: Callable[[Workload], PassMakers]
-    unsupported: Callable[[Case], str | None] = _supports_all
-    preparation_seconds: float = 4.0
-    finish: Callable[[], None] = _nothing
+    expected = {"fwd": exact[:1], "bwd": exact[1:], "fwd+bwd": tuple(exact)}[pass_name]
+    results = program.tensors(program.run())
+    errors = [relative_error(result, wanted) for result, wanted in zip(results, expected, strict=True)]
+    if max(errors) > GATE:
+        raise WrongResult(f"relative errors {', '.join(f'{error:.2e}' for error in errors)} exceed {GATE}")
 
 
 def autograd_passes(
@@ -70,24 +89,24 @@ def autograd_passes(
         fold(unfolded).copy_(output)
         return unfolded
 
-    def prepared(run: Callable[[], tuple[torch.Tensor, ...]], *, has_output: bool) -> Prepared:
+    def prepared(run: Callable[[], tuple[torch.Tensor, ...]], *, has_output: bool) -> Program:
         def tensors(results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return (as_given(results[0]), *results[1:]) if has_output else tuple(results)
 
-        return Prepared(run, tensors, torch_peak_bytes(run), note)
+        return Program(run, extra_bytes=torch_peak_bytes(run), note=note, tensors=tensors)
 
-    def forward() -> Prepared:
+    def forward() -> Program:
         def run() -> tuple[torch.Tensor, ...]:
             with torch.no_grad():
                 return (attend(*workload.inputs),)
 
         return prepared(run, has_output=True)
 
-    def backward() -> Prepared:
+    def backward() -> Program:
         output = attend(*leaves)
         return prepared(lambda: torch.autograd.grad(output, leaves, cotangent, retain_graph=True), has_output=False)
 
-    def both() -> Prepared:
+    def both() -> Program:
         def run() -> tuple[torch.Tensor, ...]:
             output = attend(*leaves)
             return (output.detach(), *torch.autograd.grad(output, leaves, cotangent))
@@ -101,7 +120,7 @@ def autograd_passes(
 _CHAINED_CALLS = 20
 
 
-def _chained(function: Callable[..., Any], feed: Mapping[int, int], calls: int) -> Callable[..., Any]:
+def _chained(feed: Mapping[int, int], function: Callable[..., Any], calls: int) -> Callable[..., Any]:
     """`function` again and again in one program, argument i of a call being result `feed[i]` of the one before."""
 
     def program(*arguments: Any) -> Any:
@@ -144,43 +163,21 @@ def jit_passes(
         output, pull_back = jax.vjp(lambda *operands: attend(*operands, extra), query, key, value)
         return (output, *pull_back(cotangent))
 
-    def prepared(function: Callable[..., Any], *arguments: Any, feed: Mapping[int, int] | None = None) -> Prepared:
-        compiled = jax.jit(function).lower(*arguments).compile()
-        memory = compiled.memory_analysis()
-        program_text = compiled.as_text() or ""
-        calls = custom_calls(program_text)
-        single = Prepared(
-            lambda: compiled(*arguments),
-            _flat_tensors,
-            None if memory is None else max(0, int(memory.temp_size_in_bytes) - address_table_bytes(program_text)),
-            "; ".join(
-                part for part in (note, f"custom calls: {calls_as_text(calls)}" if calls else "no custom call") if part
-            ),
-        )
+    def prepared(function: Callable[..., Any], *arguments: Any, feed: Mapping[int, int] | None = None) -> Program:
+        chain = Chain(functools.partial(_chained, feed or {}), is_exact=True, needs_kernels=True)
+        program = compile_program(function, *arguments, chain=chain, note=note, tensors=_flat_tensors)
+        return program if is_chained and feed is not None else replace(program, chain=None)
 
-        def chain() -> Prepared:
-            assert feed is not None
-            program = jax.jit(_chained(function, feed, _CHAINED_CALLS)).lower(*arguments).compile()
-            found = custom_calls(program.as_text() or "")
-            if not calls or found != collections.Counter({name: n * _CHAINED_CALLS for name, n in calls.items()}):
-                raise ChainBroken(
-                    f"{_CHAINED_CALLS} calls in one program make custom calls {calls_as_text(found) or 'none'}"
-                )
-            note = f"{single.note}; timed as programs of {_CHAINED_CALLS} calls"
-            return replace(single, run=lambda: program(*arguments), note=note, calls=_CHAINED_CALLS, chain=None)
-
-        return replace(single, chain=chain) if is_chained and feed is not None else single
-
-    def forward() -> Prepared:
+    def forward() -> Program:
         return prepared(lambda *arguments: (attend(*arguments),), query, key, value, extra, feed={0: 0})
 
-    def backward() -> Prepared:
+    def backward() -> Program:
         if not keeps_residuals:
             return prepared(gradients, query, key, value, cotangent, extra, feed={3: 0})
         record = jax.jit(lambda query, key, value: jax.vjp(lambda *o: attend(*o, extra), query, key, value)[1])
         return prepared(lambda pull_back, cotangent: pull_back(cotangent), record(query, key, value), cotangent)
 
-    def both() -> Prepared:
+    def both() -> Program:
         return prepared(output_and_gradients, query, key, value, cotangent, extra, feed={0: 0, 3: 1})
 
     return {"fwd": forward, "bwd": backward, "fwd+bwd": both}

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.block_diagonal.cases import Case
-from benchmarks.block_diagonal.implementations import Implementation, PassMakers, jit_passes
+from benchmarks.block_diagonal.implementations import PassMakers, implementation, jit_passes
 from benchmarks.block_diagonal.workload import Workload
+from benchmarks.harness.family import Implementation
 
 type Attend = Callable[[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]], jax.Array]
 
 
-def our_attention(case: Case, implementation: str, *, fused_rotary: bool = True) -> Attend:
+def our_attention(case: Case, named: str, *, fused_rotary: bool = True) -> Attend:
     """`block_diagonal_attention` with a named implementation; rotary fused, or applied before by jax.numpy."""
     from blockdiag import Rotary, block_diagonal_attention
 
@@ -30,7 +31,7 @@ def our_attention(case: Case, implementation: str, *, fused_rotary: bool = True)
             sequence_offsets=extra.get("sequence_offsets"),
             rotary=rotary,
             scale=case.scale,
-            implementation=implementation,
+            implementation=named,
         )
 
     return attend
@@ -120,7 +121,7 @@ def _ours(name: str, *, is_required: bool = True, is_chained: bool = False) -> I
         attend = our_attention(workload.case, name)
         return jit_passes(attend, workload, keeps_residuals=False, is_chained=is_chained)
 
-    return Implementation(name, "jax", is_required, passes, preparation_seconds=8.0)
+    return implementation(name, "jax", passes, is_required=is_required, preparation_seconds=8.0)
 
 
 def _apart(workload: Workload) -> PassMakers:
@@ -137,13 +138,13 @@ def _baseline(name: str, attention: Callable[[Case], Attend]) -> Implementation:
         note = "rotary applied apart, by XLA" if workload.case.rotary else ""
         return jit_passes(attention(workload.case), workload, keeps_residuals=True, note=note)
 
-    return Implementation(name, "jax", False, passes, preparation_seconds=8.0)
+    return implementation(name, "jax", passes, preparation_seconds=8.0)
 
 
 OURS = (
     _ours("triton", is_chained=True),
     _ours("pallas"),
-    Implementation("triton-rope-apart", "jax", True, _apart, unsupported=_only_rotary),
+    implementation("triton-rope-apart", "jax", _apart, is_required=True, unsupported=_only_rotary),
 )
 JAX_BASELINES = (
     _baseline("jax-cudnn", cudnn_attention),

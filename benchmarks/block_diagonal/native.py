@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from benchmarks.block_diagonal.cases import Case
-from benchmarks.block_diagonal.implementations import Implementation, PassMakers
+from benchmarks.block_diagonal.implementations import PassMakers, implementation
 from benchmarks.block_diagonal.workload import Workload
-from benchmarks.harness.device import Prepared, torch_peak_bytes
+from benchmarks.harness.device import torch_peak_bytes
+from benchmarks.harness.family import Program
 from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, RotaryProblem
 
 
@@ -113,13 +114,14 @@ def native_passes(workload: Workload) -> PassMakers:
         launch = traced_launches(method, problem, shapes(tensors), case.packed)
         return lambda: launch(*tensors)
 
-    def prepared(*methods: str) -> Prepared:
+    def prepared(*methods: str) -> Program:
         runners = [runner(method) for method in methods]
 
         def run() -> tuple[torch.Tensor, ...]:
             return tuple(result for one in runners for result in one())
 
-        return Prepared(run, tuple, torch_peak_bytes(run), "tile table made beforehand" if case.packed else "")
+        note = "tile table made beforehand" if case.packed else ""
+        return Program(run, extra_bytes=torch_peak_bytes(run), note=note)
 
     return {
         "fwd": lambda: prepared("forward"),
@@ -128,4 +130,4 @@ def native_passes(workload: Workload) -> PassMakers:
     }
 
 
-NATIVE = Implementation("triton-torch", "torch", True, native_passes)
+NATIVE = implementation("triton-torch", "torch", native_passes, is_required=True)

@@ -8,8 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.block_diagonal.cases import Case
 from benchmarks.block_diagonal.exact import rotate_half
-from benchmarks.block_diagonal.implementations import Implementation, PassMakers, autograd_passes
+from benchmarks.block_diagonal.implementations import PassMakers, autograd_passes, implementation
 from benchmarks.block_diagonal.workload import Workload
+from benchmarks.harness.family import Implementation
 from blockdiag.interop.private_torch import set_compiler_option
 
 _FLEX_BATCH = 8
@@ -132,16 +133,15 @@ def _finish_flex() -> None:
 
 
 def _sdpa(name: str, backend: SDPBackend) -> Implementation:
-    return Implementation(
-        name, "torch", False, lambda workload: sdpa_passes(workload, backend), unsupported=_needs_equal_blocks
+    return implementation(
+        name, "torch", lambda workload: sdpa_passes(workload, backend), unsupported=_needs_equal_blocks
     )
 
 
 def _flex(mask_block: int) -> Implementation:
-    return Implementation(
+    return implementation(
         f"torch-flex-{mask_block}",
         "torch",
-        False,
         lambda workload: flex_passes(workload, mask_block),
         unsupported=_flex_unsupported,
         preparation_seconds=25.0 if mask_block < 128 else 15.0,
@@ -153,7 +153,7 @@ TORCH_BASELINES = (
     _sdpa("torch-fa2", SDPBackend.FLASH_ATTENTION),
     _sdpa("torch-cudnn", SDPBackend.CUDNN_ATTENTION),
     _sdpa("torch-efficient", SDPBackend.EFFICIENT_ATTENTION),
-    Implementation("torch-varlen", "torch", False, varlen_passes),
+    implementation("torch-varlen", "torch", varlen_passes),
 )
 # Apart, because they take so long to compile that a short budget should cost them first.
 FLEX_BASELINES = (_flex(128), _flex(64))

@@ -4,12 +4,18 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
+from benchmarks.block_diagonal.report import host_table, judge_torch_host
 from benchmarks.harness.clock import summarise
-from benchmarks.harness.records import Environment, HostRow, recordable_failures
+from benchmarks.harness.device import device_name
+from benchmarks.harness.pipeline import Choices
+from benchmarks.harness.records import Environment, HostRow, environment, merge_rows, recordable_failures
+from benchmarks.harness.report import verdict_table
 from blockdiag.cli.machine import reason_of
 
 OP = "torch"
@@ -223,3 +229,13 @@ def measure_torch_host(environment: Environment, *, repetitions: int = 1000) -> 
             for name, found in summaries.items()
         ]
     return rows
+
+
+def measure_torch(console: Console, folder: Path, choices: Choices) -> None:
+    """Measure host times of the torch operators, which take no options."""
+    del choices
+    rows = measure_torch_host(environment(device_name()))
+    merge_rows(folder / "torch_host.csv", HostRow, rows)
+    console.print(host_table(rows))
+    console.print(verdict_table(judge_torch_host(rows)))
+    console.print(f"torch: {folder / 'torch_host.csv'}")

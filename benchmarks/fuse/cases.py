@@ -3,9 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+
+from benchmarks.harness.family import Work, names_of
 
 type Group = Literal["evoformer", "diff", "causal", "window", "prefix", "documents", "alibi", "softcap"]
 type FusePass = Literal["fwd", "fwd+bwd"]
@@ -62,6 +64,26 @@ class FuseCase:
             return f"{self.group}_d{self.head_dim}"
         heads = "mha" if self.query_heads == self.key_heads else f"gqa{self.query_heads // self.key_heads}"
         return f"{self.group}_{self.batch}x{self.tokens}_{heads}"
+
+    @property
+    def passes(self) -> tuple[FusePass, ...]:
+        """Forward, and forward with backward."""
+        return FUSE_PASSES
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns that describe the workload."""
+        return {
+            "op": "fuse",
+            "group": self.group,
+            "case": self.name,
+            "batch": self.batch,
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "query_heads": self.query_heads,
+            "key_heads": self.key_heads,
+            "head_dim": self.head_dim,
+            "value_dim": self.value_dim,
+        }
 
     @property
     def value_dim(self) -> int:
@@ -157,17 +179,13 @@ class FuseCase:
             return given + output
         return 2 * given + 3 * output + sum(map(self.bytes_of, self.differentiated))
 
-    def floor_ms(self, pass_name: FusePass, *, matmul_tflops: float, copy_gb_per_s: float) -> float:
-        """The longer of arithmetic and traffic at the given rates; of both passes the sum."""
-
-        def longer(flops: float, count: int) -> float:
-            return max(flops / matmul_tflops / 1e9, count / copy_gb_per_s / 1e6)
-
-        flops, count = self.useful_flops("fwd"), self.useful_bytes("fwd")
-        forward = longer(flops, count)
+    def floor(self, pass_name: FusePass) -> tuple[Work, ...]:
+        """Return the useful work; the backward runs after the forward."""
+        forward = Work(self.useful_flops("fwd"), self.useful_bytes("fwd"))
         if pass_name == "fwd":
-            return forward
-        return forward + longer(self.useful_flops("fwd+bwd") - flops, self.useful_bytes("fwd+bwd") - count)
+            return (forward,)
+        flops, count = self.useful_flops(pass_name), self.useful_bytes(pass_name)
+        return forward, Work(flops - forward.flops, count - forward.bytes)
 
     @property
     def share(self) -> int:
@@ -210,6 +228,15 @@ def make_cases() -> list[FuseCase]:
     ]
 
 
+def small_case(group: str, **sizes: int) -> FuseCase:
+    """A case of a group at a size that takes no time; tokens are no multiple of a tile."""
+    known = next(name for name in GROUPS if name == group)
+    defaults = {"batch": 2, "tokens": 72, "query_heads": 4, "key_heads": 4, "head_dim": 16, "window": 7, "prefix": 9}
+    rows = 3 if group == "evoformer" else 1
+    return FuseCase(group=known, **{**defaults, "rows": rows, **sizes})
+
+
+SMOKE_CASES = tuple(small_case(group, key_heads=2 if group in TOKEN_GROUPS else 4) for group in GROUPS)
 FUSE_CASES: Mapping[str, FuseCase] = {case.name: case for case in make_cases()}
 
 
@@ -219,12 +246,5 @@ def select_fuse_cases(names: str | None) -> list[FuseCase]:
     Raises:
         ValueError: for a name that is neither.
     """
-    if names is None:
-        return list(FUSE_CASES.values())
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in FUSE_CASES and name not in GROUPS]
-    if unknown or not wanted:
-        raise ValueError(
-            f"`cases` must name groups, of {', '.join(GROUPS)}, or cases, of {', '.join(FUSE_CASES)}; got {names!r}"
-        )
+    wanted = names_of(names, (*GROUPS, *FUSE_CASES), "groups or cases")
     return [case for case in FUSE_CASES.values() if case.group in wanted or case.name in wanted]

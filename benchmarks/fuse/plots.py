@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.fuse.cases import FUSE_CASES, FUSE_PASSES
-from benchmarks.fuse.targets import OURS
+from benchmarks.fuse.report import OURS
 from benchmarks.harness.plot_style import (
     LOOKS,
     Dot,

@@ -1,7 +1,5 @@
 """The functions of the benchmark in plain jax.numpy, and their passes as compiled programs that can be timed."""
 
-import collections
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.fuse.cases import SECOND_SHARE, SOFT_CAP, FuseCase, FusePass, alibi_slopes
-from benchmarks.harness.compiled import address_table_bytes, calls_as_text, custom_calls
-from benchmarks.harness.failures import ChainBroken
-from benchmarks.harness.programs import Program, collect_specs
+from benchmarks.harness.programs import Chain, Program, collect_specs, compile_program
 from blockdiag.triton_kernels.launch.plan import Target
 
 type Array = jax.Array
@@ -194,24 +190,8 @@ class FusePasses:
         names = (*self.case.shapes, *(("cotangent",) if pass_name == "fwd+bwd" else ()))
         arguments = tuple(self.arrays[name] for name in names)
         function = pass_of(self.case, self.attend, pass_name)
-        compiled = jax.jit(function).lower(*arguments).compile()
-        memory, text = compiled.memory_analysis(), compiled.as_text() or ""
-        calls = custom_calls(text)
-        extra_bytes = None if memory is None else max(0, int(memory.temp_size_in_bytes) - address_table_bytes(text))
-        note = f"custom calls: {calls_as_text(calls)}" if calls else "no custom call"
-
-        def chain(count: int) -> Program:
-            program = jax.jit(chained(function, count)).lower(*arguments).compile()
-            found, single = _work(program.as_text() or ""), _work(text)
-            kernels = [name for name in single if name != "copy" and "cub" not in name]
-            # What does not depend on the call, as lists of tiles, may be shared.
-            if any(found[name] != count * single[name] for name in kernels):
-                raise ChainBroken(f"{count} calls in one program make {calls_as_text(found)}")
-            if found["copy"] > count * single["copy"]:
-                raise ChainBroken(f"{count} calls in one program make {found['copy']} copies")
-            return Program(lambda: program(*arguments), count, extra_bytes, f"{note}; programs of {count} calls")
-
-        return Program(lambda: compiled(*arguments), 1, extra_bytes, note, chain)
+        # What does not depend on the call, as lists of tiles, may be shared.
+        return compile_program(function, *arguments, chain=Chain(chained, spare_copies=0, shared="cub"))
 
 
 def chained(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
@@ -230,15 +210,6 @@ def chained(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
         return output, *gradients
 
     return program
-
-
-def _work(text: str) -> collections.Counter[str]:
-    """Custom calls of a compiled program by target, those that only tell XLA something left out, and "copy"."""
-    work = custom_calls(text)
-    for name in [name for name in work if re.search("annotate|Sharding", name)]:
-        del work[name]
-    work["copy"] = len(re.findall(r"\bcopy(?:-start)?\(", text))
-    return work
 
 
 def launch_specs(

@@ -1,43 +1,119 @@
-"""Tables of fused functions for the terminal."""
+"""Tables of fused functions for the terminal, and the limits that their figures are compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 
-from benchmarks.fuse.cases import FUSE_PASSES
-from benchmarks.fuse.targets import backward_ms
+from benchmarks.fuse.cases import FUSE_CASES, FUSE_PASSES, TOKEN_GROUPS
 from benchmarks.harness.records import FuseTiming
+from benchmarks.harness.report import Cell, Verdict, column_cell, number, pass_table, rate_cell, time_cell
+
+OURS = "triton"
+PEER = "torch-flex"
+
+# Largest milliseconds by case and pass.
+TIME_LIMITS = {
+    "evoformer_d64": {"fwd": 0.45, "fwd+bwd": 1.6},
+    "evoformer_d128": {"fwd": 0.80, "fwd+bwd": 2.8},
+    "diff_d64": {"fwd": 6.5},
+    "diff_d128": {"fwd": 7.0},
+}
+PEER_LIMIT = 1.0  # time over FlexAttention's
+# Bytes beyond inputs and outputs for each row of scores: sixteen float32 numbers, of which two are the log-sum-exp and
+# the product of output and cotangent.
+MEMORY_LIMIT = 64.0
+FIRST_COMPILE_LIMIT_S = 5.0
+CACHED_KERNELS_LIMIT_MS = 50.0
+
+
+def judge_fuse(rows: Sequence[FuseTiming], implementation: str = OURS) -> list[Verdict]:
+    """Verdicts for the cases that `rows` hold."""
+    mine = [row for row in rows if row.implementation == implementation]
+    verdicts = [
+        Verdict(f"{row.case} {row.pass_name}: ms", row.median_ms, TIME_LIMITS[row.case][row.pass_name])
+        for row in mine
+        if row.pass_name in TIME_LIMITS.get(row.case, {})
+    ]
+    verdicts += _judge_peer(rows, implementation)
+    verdicts += _worst(mine, "bytes beyond inputs and outputs, for each row of scores", _bytes_by_row, MEMORY_LIMIT)
+    verdicts += _worst(mine, "first compile, s", lambda row: row.first_compile_s, FIRST_COMPILE_LIMIT_S)
+    verdicts += _worst(
+        mine, "kernels of a compile from the disk, ms", lambda row: row.cached_kernels_ms, CACHED_KERNELS_LIMIT_MS
+    )
+    return verdicts
+
+
+def backward_ms(forward: FuseTiming | None, both: FuseTiming | None) -> float | None:
+    """What both passes take beyond the forward one."""
+    if forward is None or both is None or forward.median_ms is None or both.median_ms is None:
+        return None
+    return both.median_ms - forward.median_ms
+
+
+def _judge_peer(rows: Sequence[FuseTiming], implementation: str) -> list[Verdict]:
+    """Forward, and backward as the difference, over FlexAttention's, of what FlexAttention has arguments for."""
+    known = {(row.case, row.implementation, row.pass_name): row for row in rows}
+    cases = dict.fromkeys(row.case for row in rows if row.group in TOKEN_GROUPS)
+    verdicts = []
+    for case in cases:
+
+        def times(name: str, case: str = case) -> tuple[float | None, float | None]:
+            forward, both = (known.get((case, name, pass_name)) for pass_name in ("fwd", "fwd+bwd"))
+            return None if forward is None else forward.median_ms, backward_ms(forward, both)
+
+        for pass_name, ours, peer in zip(("fwd", "bwd"), times(implementation), times(PEER), strict=True):
+            ratio = None if ours is None or peer is None else ours / peer
+            verdicts.append(Verdict(f"{case} {pass_name}: time over FlexAttention", ratio, PEER_LIMIT))
+    return verdicts
+
+
+def _bytes_by_row(row: FuseTiming) -> float | None:
+    case = FUSE_CASES.get(row.case)
+    return None if row.extra_bytes is None or case is None else row.extra_bytes / case.score_rows
+
+
+def _worst(
+    rows: Sequence[FuseTiming], name: str, read: Callable[[FuseTiming], float | None], limit: float
+) -> list[Verdict]:
+    """One verdict of each pass, for the row with the largest figure."""
+    verdicts = []
+    for pass_name in dict.fromkeys(row.pass_name for row in rows):
+        found = [(value, row.case) for row in rows if row.pass_name == pass_name and (value := read(row)) is not None]
+        value, case = max(found, default=(None, "no case"))
+        verdicts.append(Verdict(f"{name}, {pass_name}, worst ({case})", value, limit))
+    return verdicts
 
 
 def fuse_table(rows: Sequence[FuseTiming]) -> Table:
-    """One case: a line per implementation that has a time."""
+    """Return a table of one case with a line for each implementation that has a time, and the floor."""
     first = rows[0]
     lead = f"{first.batch} x {first.rows}" if first.rows > 1 else f"{first.batch}"
     shape = f"{lead} x {first.tokens:,} tokens, heads {first.query_heads}/{first.key_heads}, H{first.head_dim}"
+    cells: dict[str, Cell] = {
+        "fwd": lambda found: time_cell(found.get("fwd")),
+        "bwd": lambda found: number(backward_ms(found.get("fwd"), found.get("fwd+bwd"))),
+        "fwd+bwd": lambda found: time_cell(found.get("fwd+bwd")),
+        "p20 to p80 of both": lambda found: " to ".join(_both(found, one, ".3f") for one in ("p20_ms", "p80_ms")),
+        "TFLOP/s": lambda found: rate_cell(found.get("fwd+bwd")),
+        "extra MiB fwd / both": lambda found: _passes(found, "extra_bytes", ",.1f", 2**20),
+        "error fwd / both": lambda found: _passes(found, "relative_error", ".1e"),
+    }
     title = f"{first.case}: {shape}   (ms, time over floor; backward is the difference)"
-    table = Table(title=title, title_justify="left")
-    table.add_column("implementation")
-    for name in ("fwd", "bwd", "fwd+bwd", "p20 to p80 of both", "TFLOP/s", "extra MiB fwd / both", "error fwd / both"):
-        table.add_column(name, justify="right")
-    for name in dict.fromkeys(row.implementation for row in rows):
-        found = {row.pass_name: row for row in rows if row.implementation == name}
-        forward, both = (found.get(pass_name) for pass_name in FUSE_PASSES)
-        if any(row.median_ms is not None for row in found.values()):
-            table.add_row(
-                name,
-                _time(forward),
-                _backward(forward, both),
-                _time(both),
-                "-" if both is None or both.median_ms is None else f"{both.p20_ms:.3f} to {both.p80_ms:.3f}",
-                _rate(both),
-                " / ".join(_mebibytes(row) for row in (forward, both)),
-                " / ".join(_error(row) for row in (forward, both)),
-            )
+    table = pass_table(title, rows, cells)
     floors = {row.pass_name: row.floor_ms for row in rows}
     forward, both = (floors.get(pass_name) for pass_name in FUSE_PASSES)
     if forward is not None and both is not None:
         table.add_row("floor", f"{forward:.3f}", f"{both - forward:.3f}", f"{both:.3f}", *[""] * 4)
     return table
+
+
+def _both(found: Mapping[str, Any], column: str, form: str) -> str:
+    return column_cell(found.get("fwd+bwd"), column, form)
+
+
+def _passes(found: Mapping[str, Any], column: str, form: str, unit: float = 1.0) -> str:
+    return " / ".join(column_cell(found.get(pass_name), column, form, unit) for pass_name in FUSE_PASSES)
 
 
 def summary_table(rows: Sequence[FuseTiming]) -> Table:
@@ -53,9 +129,9 @@ def summary_table(rows: Sequence[FuseTiming]) -> Table:
         floors = {row.pass_name: row.floor_ms for row in found.values()}
         table.add_row(
             case,
-            *(" / ".join(_number(None if row is None else row.median_ms) for row in passes) for passes in cells),
-            " / ".join(_number(floors.get(pass_name)) for pass_name in FUSE_PASSES),
-            max((_error(row) for row in found.values() if row.relative_error is not None), key=float, default="-"),
+            *(" / ".join(number(None if row is None else row.median_ms) for row in passes) for passes in cells),
+            " / ".join(number(floors.get(pass_name)) for pass_name in FUSE_PASSES),
+            number(max((row.relative_error for row in found.values() if row.relative_error), default=None), ".1e"),
         )
     return table
 
@@ -78,41 +154,3 @@ def compile_table(rows: Sequence[FuseTiming]) -> Table:
                 *("-" if value is None else f"{value:.0f}" for value in milliseconds),
             )
     return table
-
-
-def fuse_reasons(rows: Sequence[FuseTiming]) -> list[str]:
-    """A line per implementation and note."""
-    said: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row.note:
-            said.setdefault((row.implementation, row.note), []).append(row.pass_name)
-    return [f"{name} ({', '.join(passes)}): {note}" for (name, note), passes in said.items()]
-
-
-def _number(milliseconds: float | None) -> str:
-    return "-" if milliseconds is None else f"{milliseconds:.3f}"
-
-
-def _time(row: FuseTiming | None) -> str:
-    if row is None or row.median_ms is None:
-        return "-"
-    return f"{row.median_ms:.3f}" + ("" if row.ratio_to_floor is None else f"  {row.ratio_to_floor:.2f}x")
-
-
-def _backward(forward: FuseTiming | None, both: FuseTiming | None) -> str:
-    return _number(backward_ms(forward, both))
-
-
-def _rate(row: FuseTiming | None) -> str:
-    """Useful arithmetic per time."""
-    if row is None or row.median_ms is None or row.useful_tflop is None:
-        return "-"
-    return f"{row.useful_tflop / row.median_ms * 1e3:,.0f}"
-
-
-def _mebibytes(row: FuseTiming | None) -> str:
-    return "-" if row is None or row.extra_bytes is None else f"{row.extra_bytes / 2**20:,.1f}"
-
-
-def _error(row: FuseTiming | None) -> str:
-    return "-" if row is None or row.relative_error is None else f"{row.relative_error:.1e}"

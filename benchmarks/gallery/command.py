@@ -6,8 +6,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.gallery.cases import select_variants
-from benchmarks.harness.pipeline import Benchmark, Choices, introduce_smoke, keep_rows, keep_smoke
-from benchmarks.harness.records import GalleryTiming, environment, is_timed
+from benchmarks.harness.pipeline import Benchmark, Choices, introduce_smoke, keep_smoke
+from benchmarks.harness.records import GalleryTiming, environment, is_timed, merge_rows
 
 FILE = "gallery.csv"
 
@@ -52,7 +52,7 @@ def keep_all(console: Console, path: Path, measured: Iterable[Sequence[GalleryTi
     """Print and write each variant's rows as they come; rows without any time replace none with times."""
     all_rows = []
     for rows in measured:
-        keep_rows(path, GalleryTiming, rows, is_timed=is_timed)
+        merge_rows(path, GalleryTiming, rows, is_measured=is_timed)
         all_rows += rows
         for row in rows:
             console.print(line_of(row))

@@ -25,8 +25,8 @@ from benchmarks.gallery.programs import (
     trace,
 )
 from benchmarks.harness.clock import Framework, Subject, Summary, interleave, summarise
+from benchmarks.harness.family import SPENT
 from benchmarks.harness.kernels import compile_ahead
-from benchmarks.harness.pipeline import SPENT
 from benchmarks.harness.records import Environment, GalleryTiming, recordable_failures
 from blockdiag.cli.machine import reason_of
 from blockdiag.fusion.gallery import VARIANTS, Sizes

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,28 +50,6 @@ def to_jax(tensor: torch.Tensor) -> Any:
 def to_torch(array: Any) -> torch.Tensor:
     """A JAX array's memory as a tensor, once it is computed."""
     return torch.from_dlpack(array.block_until_ready())
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """One pass, ready to be timed.
-
-    Attributes:
-        run: queues the work once; returns its results.
-        tensors: turns the results into torch tensors shaped like the workload's: those of output, dQ, dK and dV that
-            the pass has.
-        peak_bytes: device memory of one call beyond its inputs and outputs.
-        note: what the CSV should say beside the numbers.
-        calls: how often one `run` does the work.
-        chain: makes the same pass with `run` doing the work several times in a row, for the clock; may raise.
-    """
-
-    run: Callable[[], Any]
-    tensors: Callable[[Any], tuple[torch.Tensor, ...]]
-    peak_bytes: int | None
-    note: str = ""
-    calls: int = 1
-    chain: "Callable[[], Prepared] | None" = None
 
 
 def torch_peak_bytes(run: Callable[[], tuple[torch.Tensor, ...]]) -> int | None:

@@ -7,7 +7,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.harness.records import recordable_failures
@@ -41,6 +41,23 @@ def compile_ahead(
     pool.shutdown(wait=False, cancel_futures=True)
     lines.append(f"{len(waiting)} kernels in {time.monotonic() - began:.0f} s by {processes} processes")
     return lines
+
+
+def compile_launches(
+    cases: Sequence[Any],
+    launches: Callable[[Any], Sequence[Any]],
+    *,
+    limit_seconds: float = 120.0,
+    binary: bool = False,
+) -> list[str]:
+    """Compile every launch of every case ahead for this session's GPU; returns lines as `compile_ahead` does."""
+    from blockdiag.interop.targets import session_target
+
+    try:
+        specs = {spec: None for case in cases for spec in launches(case)}
+    except recordable_failures() as failure:
+        return [f"kernels could not be listed: {reason_of(failure)}"]
+    return compile_ahead(specs, session_target(), limit_seconds=limit_seconds, binary=binary) if specs else []
 
 
 def different_kernels(specs: Iterable[Any], target: Any) -> tuple[list[Any], list[str]]:

@@ -3,7 +3,7 @@
 import collections
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,48 +11,93 @@ import jax.numpy as jnp
 
 from benchmarks.harness.compiled import address_table_bytes, calls_as_text, custom_calls
 from benchmarks.harness.failures import ChainBroken
+from benchmarks.harness.family import Program
+from benchmarks.harness.records import recordable_failures
+from blockdiag.cli.machine import reason_of
 from blockdiag.interop.by_target import by_target_p, chosen_jaxpr
 from blockdiag.triton_kernels.launch.plan import Target
 
 
 @dataclass(frozen=True)
-class Program:
-    """One pass, compiled.
+class Chain:
+    """How a program makes several calls, each of which depends on the one before, and what the compiler may share.
+
+    Fewer fusions are welcome, because work that does not depend on the call may be shared. Kernels may not be shared.
 
     Attributes:
-        run: queues the work once.
-        calls: how often one `run` does the work.
-        extra_bytes: device memory of one call beyond its inputs and outputs.
-        note: what the CSV should say beside the numbers.
-        chain: makes the same pass with `run` doing the work that many times in a row; may raise.
+        link: makes a function of several calls from a function and their number.
+        is_exact: the program has no kernel that a single call has not.
+        needs_kernels: a call without kernels is refused, because nothing would tell whether calls were merged.
+        spare_copies: whole-array copies beyond those of the single calls; None for any number.
+        shared: part of the names of kernels that calls may share.
     """
 
-    run: Callable[[], Any]
-    calls: int
-    extra_bytes: int | None
-    note: str
-    chain: "Callable[[int], Program] | None" = None
+    link: Callable[[Callable[..., Any], int], Callable[..., Any]]
+    is_exact: bool = False
+    needs_kernels: bool = False
+    spare_copies: int | None = None
+    shared: str | None = None
+
+    def demand(self, single: collections.Counter[str], found: collections.Counter[str], count: int) -> None:
+        """Compare the kernels and copies of a program of `count` calls with those of a single call.
+
+        Raises:
+            ChainBroken: the program has fewer kernels or more copies.
+        """
+        names = {name for name in (found | single if self.is_exact else single) if name != "copy"}
+        kernels = {name for name in names if self.shared is None or self.shared not in name}
+        if any(found[name] != count * single[name] for name in kernels) or (self.needs_kernels and not kernels):
+            raise ChainBroken(f"{count} calls in one program make {calls_as_text(found)}")
+        if self.spare_copies is not None and found["copy"] > count * single["copy"] + self.spare_copies:
+            raise ChainBroken(f"{count} calls in one program make {found['copy']} copies")
 
 
-def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:
-    """A jitted function with its arguments."""
+def compile_program(
+    function: Callable[..., Any], *arguments: Any, chain: Chain | None = None, note: str = "", tensors: Any = tuple
+) -> Program:
+    """Return a jitted function with its arguments as a program.
+
+    Args:
+        function: of the arguments.
+        *arguments: on the device.
+        chain: how several calls are made; None makes each call set one number of an argument of the next call.
+        note: stands before the custom calls in the program's note.
+        tensors: of the program.
+    """
+    chain = chain or Chain(_chained, spare_copies=1)
     compiled = jax.jit(function).lower(*arguments).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     calls = custom_calls(text)
 
-    def chain(count: int) -> Program:
-        program = jax.jit(_chained(function, count)).lower(*arguments).compile()
-        found, single = _work(program.as_text() or ""), _work(text)
-        expected = collections.Counter({name: count * number for name, number in single.items()})
-        # Fewer fusions are welcome: what does not depend on the call may be shared. Fewer kernels or more copies not.
-        if any(found[name] != expected[name] for name in calls) or found["copy"] > expected["copy"] + 1:
-            raise ChainBroken(f"{count} calls in one program make {calls_as_text(found)}")
-        note = f"{single_note}; timed as programs of {count} calls"
-        return Program(lambda: program(*arguments), count, extra_bytes, note)
+    def chained(count: int) -> Program:
+        program = jax.jit(chain.link(function, count)).lower(*arguments).compile()
+        chain.demand(work_of(text), work_of(program.as_text() or ""), count)
+        run, note = (lambda: program(*arguments)), f"{single.note}; timed as programs of {count} calls"
+        return replace(single, run=run, calls=count, note=note, chain=None)
 
-    extra_bytes = None if memory is None else max(0, int(memory.temp_size_in_bytes) - address_table_bytes(text))
-    single_note = f"custom calls: {calls_as_text(calls)}" if calls else "no custom call"
-    return Program(lambda: compiled(*arguments), 1, extra_bytes, single_note, chain)
+    single = Program(
+        lambda: compiled(*arguments),
+        extra_bytes=None if memory is None else max(0, int(memory.temp_size_in_bytes) - address_table_bytes(text)),
+        note="; ".join(filter(None, (note, f"custom calls: {calls_as_text(calls)}" if calls else "no custom call"))),
+        chain=chained,
+        tensors=tensors,
+    )
+    return single
+
+
+# Programs shorter than this are timed as several calls in one program.
+SHORT_MS = 2.0
+CHAINED_CALLS = 10
+
+
+def chained_if_short(program: Program, milliseconds: float, *, is_on_gpu: bool) -> Program:
+    """Return several calls in one program where one is short, or the program with the reason why that is impossible."""
+    if milliseconds > SHORT_MS or program.chain is None or not is_on_gpu:
+        return program
+    try:
+        return program.chain(CHAINED_CALLS)
+    except recordable_failures() as failure:
+        return replace(program, note=f"{program.note}; timed call by call, {reason_of(failure)}")
 
 
 def _chained(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
@@ -80,9 +125,10 @@ def _small_number(results: Any, like: jax.Array) -> jax.Array:
     return jnp.where(jnp.asarray(total) > 0, 0.5, 0.25).astype(like.dtype)
 
 
-def _work(text: str) -> collections.Counter[str]:
-    """Custom calls by target, and whole-array copies, of a compiled program's text."""
-    work = custom_calls(text)
+def work_of(text: str) -> collections.Counter[str]:
+    """Return custom calls by target, except those that only annotate, and "copy", of a compiled program's text."""
+    calls = custom_calls(text).items()
+    work = collections.Counter({name: count for name, count in calls if not re.search("annotate|Sharding", name)})
     work["copy"] = len(re.findall(r"\bcopy(?:-start)?\(", text))
     return work
 

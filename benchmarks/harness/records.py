@@ -1,15 +1,16 @@
 """Rows of the benchmark's CSV files, and reading and writing them."""
 
-import csv
 import datetime
 import importlib
 import importlib.metadata
 import importlib.util
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
+
+import pandas
 
 from blockdiag.cli.machine import driver_version
 
@@ -102,7 +103,7 @@ class MoBATiming(Measured):
     Attributes:
         pass_name: "routing" (mean keys, scores, choice, lists), "fwd" (routing included), "bwd" or "fwd+bwd".
         tokens, batch: tokens of a sequence, and sequences.
-        useful_tflop, useful_gb: arithmetic and bytes that the pass cannot do without; see `moba_cases`.
+        useful_tflop, useful_gb: arithmetic and bytes that the pass cannot do without; see `benchmarks.moba.cases`.
         floor_ms: the longer of both at the rates that this run measured, `matmul_tflops` and `copy_gb_per_s`.
         extra_bytes: device memory beyond inputs and outputs; `peak_bytes` with them.
         relative_error: relative L2 norm of output and gradients (the largest of what the pass returns) against float32
@@ -139,7 +140,7 @@ class PagedTiming(Measured):
     """One row of the CSV of paged attention: one implementation on one workload.
 
     Attributes:
-        group: what the row is measured for; see `paged_cases.GROUPS`.
+        group: what the row is measured for; see `benchmarks.paged.cases.GROUPS`.
         case: name of the row within its group; `workload` is that of the shape, batch, lengths and heads.
         cache, scales: dtype name of keys and values, and how their scales are given.
         page_size: tokens of a page; None for a contiguous cache.
@@ -217,7 +218,7 @@ class FuseTiming(Measured):
 
     Attributes:
         pass_name: "fwd" or "fwd+bwd"; the latter has the gradients of all floating arguments, biases included.
-        group, case: the function, and the workload within it; see `fuse_cases`.
+        group, case: the function, and the workload within it; see `benchmarks.fuse.cases`.
         rows: sequences that share a bias of pairs.
         useful_tflop, useful_gb: arithmetic and bytes that the pass cannot do without.
         floor_ms: the longer of both at the rates that this run measured, `matmul_tflops` and `copy_gb_per_s`.
@@ -302,79 +303,100 @@ _KEYS: dict[type, tuple[str, ...]] = {
 }
 
 
-def _column(field_name: str) -> str:
-    """The file's name of a field."""
-    return "pass" if field_name == "pass_name" else field_name
-
-
-def _names(kind: type) -> list[str]:
-    """Field names of one kind of row in the order of the file's columns: where it was measured comes last."""
+def _fields(kind: type) -> dict[str, str]:
+    """Return the field name behind each column of one kind of row, in order: where it was measured comes last."""
     last = [field.name for field in fields(Measured)] if issubclass(kind, Measured) else []
-    return [field.name for field in fields(kind) if field.name not in last] + last
+    names = [field.name for field in fields(kind) if field.name not in last] + last
+    return {"pass" if name == "pass_name" else name: name for name in names}
 
 
 def columns(kind: type) -> list[str]:
-    """Column names of one kind of row, in order."""
-    return [_column(name) for name in _names(kind)]
+    """Return the column names of one kind of row, in order."""
+    return list(_fields(kind))
 
 
-def _text(value: Any) -> str:
-    """A cell: numbers with six significant digits, None empty, text on one line."""
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return " ".join(str(value).split())
+def _dtypes(kind: type) -> dict[str, Any]:
+    """Return the pandas dtype of each column."""
+    hints = get_type_hints(kind)
+    by_hint = {str: object, int: "Int64", int | None: "Int64"}
+    return {column: by_hint.get(hints[name], "float64") for column, name in _fields(kind).items()}
+
+
+def _frame(kind: type, rows: Iterable[Any]) -> pandas.DataFrame:
+    """Return rows as a table; text is put on one line."""
+    cells = [[getattr(row, name) for name in _fields(kind).values()] for row in rows]
+    texts = [[" ".join(cell.split()) if isinstance(cell, str) else cell for cell in row] for row in cells]
+    return pandas.DataFrame(texts, columns=columns(kind), dtype=object).astype(_dtypes(kind))
+
+
+def _rows(kind: type, frame: pandas.DataFrame) -> list[Any]:
+    """Return the rows of a table; missing numbers are None."""
+    cells = [[None if pandas.isna(cell) else cell for cell in frame[column].tolist()] for column in frame.columns]
+    names = _fields(kind).values()
+    return [kind(**dict(zip(names, row, strict=True))) for row in zip(*cells, strict=True)]
+
+
+def _read(path: Path, kind: type) -> pandas.DataFrame:
+    # Cells are read as text, because Pandas's parser may round the last digit of a number.
+    frame = pandas.read_csv(path, dtype=object, keep_default_na=False)
+    if frame.columns.to_list() != columns(kind):
+        raise ValueError(
+            f"{path} has columns {frame.columns.to_list()}, expected {columns(kind)}; delete it and measure again"
+        )
+    for column, dtype in _dtypes(kind).items():
+        if dtype is not object:
+            frame[column] = frame[column].replace("", None).astype("float64").astype(dtype)
+    return frame
+
+
+def _write(path: Path, frame: pandas.DataFrame) -> None:
+    """Write a table with six significant digits; missing folders are created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
 
 
 def write_rows(path: Path, kind: type, rows: Iterable[Any]) -> None:
-    """Write rows of one kind with a header; folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns(kind))
-        writer.writerows([_text(getattr(row, name)) for name in _names(kind)] for row in rows)
+    """Write rows of one kind with a header; missing folders are created."""
+    _write(path, _frame(kind, rows))
 
 
 def read_rows(path: Path, kind: type) -> list[Any]:
-    """Rows of one kind from a file that `write_rows` wrote.
+    """Read the rows of one kind from a file that `write_rows` wrote.
 
     Raises:
-        ValueError: when the header is another one.
+        ValueError: the file has other columns.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.reader(file)
-        header = next(reader, [])
-        if header != columns(kind):
-            raise ValueError(f"{path} has columns {header}, expected {columns(kind)}; delete it and measure again")
-        hints = get_type_hints(kind)
-        names = _names(kind)
-        return [
-            kind(**{name: _parse(hints[name], cell) for name, cell in zip(names, cells, strict=True)})
-            for cells in reader
-        ]
+    return _rows(kind, _read(path, kind))
 
 
-def _parse(hint: Any, cell: str) -> Any:
-    """The value of a cell, by the field's type."""
-    if hint is str:
-        return cell
-    if cell == "":
-        return None
-    return int(float(cell)) if hint in (int, int | None) else float(cell)
+def merge_rows(
+    path: Path, kind: type, rows: Sequence[Row], *, is_measured: Callable[[Any], bool] = lambda row: True
+) -> list[Any]:
+    """Write `rows` into `path`, each in the place of the row of the same key, and return what the file now holds.
+
+    Args:
+        path: of the file, which may be missing.
+        kind: of the rows.
+        rows: of which the last one of a key is kept.
+        is_measured: rows for which it is false replace no row for which it is true.
+    """
+    known = read_rows(path, kind) if path.exists() else []
+    kept = {key_of(row) for row in known if is_measured(row)}
+    frame = _frame(kind, [*known, *(row for row in rows if is_measured(row) or key_of(row) not in kept)])
+    place = frame.groupby(["pass" if name == "pass_name" else name for name in _KEYS[kind]], sort=False).ngroup()
+    frame = frame.loc[place.drop_duplicates(keep="last").sort_values().index]
+    _write(path, frame)
+    return _rows(kind, frame)
 
 
 def key_of(row: Row) -> tuple[Any, ...]:
-    """Return what names a row: of two rows with the same key the later one stays."""
+    """Return what identifies a row in its file."""
     return tuple(getattr(row, name) for name in _KEYS[type(row)])
 
 
-def merge_rows(path: Path, kind: type, rows: Sequence[Row]) -> list[Any]:
-    """Write `rows` over the rows of the same key that `path` holds, keep its others, and return what it holds now."""
-    merged = {key_of(row): row for row in (read_rows(path, kind) if path.exists() else [])}
-    merged.update({key_of(row): row for row in rows})
-    write_rows(path, kind, merged.values())
-    return list(merged.values())
+def is_attempted(row: Any) -> bool:
+    """Return whether a row was measured or has failed, rather than not been run."""
+    return not row.note.startswith("not run")
 
 
 def is_timed(row: Any) -> bool:

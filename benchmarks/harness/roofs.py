@@ -52,3 +52,10 @@ def _matmul_rate(samples: int, size: int = 8192) -> float:
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     times = [sample_torch(lambda: left @ right, 5) for _ in range(samples)]
     return 2 * size**3 / summarise(times).median / 1e9
+
+
+def counted_rates() -> tuple[dict[str, float], str]:
+    """Return the rates of a copy and of a product, by the rows' columns and as text."""
+    roofs = measure_roofs()
+    text = f"copy {roofs.copy_gb_per_s:,.0f} GB/s, bf16 product {roofs.matmul_tflops:,.0f} TFLOP/s"
+    return {"copy_gb_per_s": roofs.copy_gb_per_s, "matmul_tflops": roofs.matmul_tflops}, text

@@ -1,11 +1,13 @@
 """The workloads of the MoBA benchmark, and what each of them cannot do without: products and bytes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+
+from benchmarks.harness.family import Work, names_of
 
 MoBAPass = Literal["routing", "fwd", "bwd", "fwd+bwd"]
 MOBA_PASSES: tuple[MoBAPass, ...] = ("routing", "fwd", "bwd", "fwd+bwd")
@@ -32,6 +34,16 @@ class MoBACase:
     head_dim: int = 128
     block_size: int = 128
     top_k: int = 8
+
+    @property
+    def passes(self) -> tuple[MoBAPass, ...]:
+        """Routing, forward, backward and both."""
+        return MOBA_PASSES
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns that describe the workload."""
+        shape = asdict(self)
+        return {"op": "moba", "case": shape.pop("name"), **shape}
 
     @property
     def num_blocks(self) -> int:
@@ -98,13 +110,10 @@ class MoBACase:
             return self.useful_bytes("fwd") + self.useful_bytes("bwd")
         return sum(self.operand_bytes(pass_name))
 
-    def floor_ms(self, pass_name: MoBAPass, *, matmul_tflops: float, copy_gb_per_s: float) -> float:
-        """The longer of arithmetic and traffic at the given rates; of both passes the sum."""
-        if pass_name == "fwd+bwd":
-            rates = {"matmul_tflops": matmul_tflops, "copy_gb_per_s": copy_gb_per_s}
-            return self.floor_ms("fwd", **rates) + self.floor_ms("bwd", **rates)
-        arithmetic = self.useful_flops(pass_name) / matmul_tflops / 1e9
-        return max(arithmetic, self.useful_bytes(pass_name) / copy_gb_per_s / 1e6)
+    def floor(self, pass_name: MoBAPass) -> tuple[Work, ...]:
+        """Return the useful work; both passes run one after the other."""
+        stages: tuple[MoBAPass, ...] = ("fwd", "bwd") if pass_name == "fwd+bwd" else (pass_name,)
+        return tuple(Work(self.useful_flops(one), self.useful_bytes(one)) for one in stages)
 
     def shrunk(self, tokens: int) -> "MoBACase":
         """The same heads and blocks over one short sequence, for the table of errors."""
@@ -135,16 +144,15 @@ MOBA_CASES: Mapping[str, MoBACase] = {
 }
 
 
+SMOKE_CASE = MoBACase(
+    name="smoke", tokens=200, batch=2, query_heads=4, key_heads=2, head_dim=32, block_size=16, top_k=4
+)
+
+
 def select_moba_cases(names: str | None) -> list[MoBACase]:
     """Cases of a comma-separated list, all of them for None.
 
     Raises:
         ValueError: for a name that is no case.
     """
-    if names is None:
-        return list(MOBA_CASES.values())
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in MOBA_CASES]
-    if unknown or not wanted:
-        raise ValueError(f"`cases` must name some of {', '.join(MOBA_CASES)}; got {names!r}")
-    return [MOBA_CASES[name] for name in wanted]
+    return [MOBA_CASES[name] for name in names_of(names, MOBA_CASES)]

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness.device import Prepared, torch_peak_bytes
+from benchmarks.harness.device import torch_peak_bytes
+from benchmarks.harness.family import Program
 from benchmarks.moba.cases import MoBACase, MoBAPass
 
 DENSE_BACKENDS = {"torch-fa2": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -14,7 +15,7 @@ DENSE_BACKENDS = {"torch-fa2": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBac
 
 def dense_passes(
     case: MoBACase, operands: tuple[torch.Tensor, ...], backend: SDPBackend
-) -> Mapping[MoBAPass, Callable[[], Prepared]]:
+) -> Mapping[MoBAPass, Callable[[], Program]]:
     """Makers of the passes of SDPA with one backend on query, key, value and cotangent [B, T, heads, H]."""
     *inputs, cotangent = (array.transpose(1, 2) for array in operands)
 
@@ -25,25 +26,25 @@ def dense_passes(
                 query, key, value, is_causal=True, enable_gqa=is_grouped
             )
 
-    def prepared(run: Callable[[], tuple[Any, ...]]) -> Prepared:
-        return Prepared(run, tuple, torch_peak_bytes(run))
+    def prepared(run: Callable[[], tuple[Any, ...]]) -> Program:
+        return Program(run, extra_bytes=torch_peak_bytes(run))
 
     def leaves() -> list[torch.Tensor]:
         return [array.detach().requires_grad_() for array in inputs]
 
-    def forward() -> Prepared:
+    def forward() -> Program:
         def run() -> tuple[torch.Tensor, ...]:
             with torch.no_grad():
                 return (attend(*inputs),)
 
         return prepared(run)
 
-    def backward() -> Prepared:
+    def backward() -> Program:
         given = leaves()
         output = attend(*given)
         return prepared(lambda: torch.autograd.grad(output, given, cotangent, retain_graph=True))
 
-    def both() -> Prepared:
+    def both() -> Program:
         given = leaves()
 
         def run() -> tuple[torch.Tensor, ...]:

@@ -100,11 +100,9 @@ def recorded_rows() -> list[MoBATiming]:
             is_measured = recorded.implementation == "flashmoba-measured"
             rows.append(
                 MoBATiming(
-                    op="moba",
                     pass_name=pass_name,
-                    case=case.name,
                     implementation=recorded.implementation,
-                    **shape_of(case),
+                    **case.columns(),
                     median_ms=milliseconds,
                     peak_bytes=None if peak is None else round(peak * (2**30 if is_measured else 1e9)),
                     relative_error=FLASH_MOBA_ERRORS.get(pass_name) if is_measured else None,
@@ -119,16 +117,3 @@ def recorded_rows() -> list[MoBATiming]:
                 )
             )
     return rows
-
-
-def shape_of(case: MoBACase) -> dict[str, int]:
-    """The columns that describe a workload."""
-    return {
-        "tokens": case.tokens,
-        "batch": case.batch,
-        "query_heads": case.query_heads,
-        "key_heads": case.key_heads,
-        "head_dim": case.head_dim,
-        "block_size": case.block_size,
-        "top_k": case.top_k,
-    }

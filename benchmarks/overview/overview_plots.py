@@ -8,7 +8,7 @@ from benchmarks.harness.plot_style import NothingToDraw, Theme, caption_of, colo
 from benchmarks.harness.records import FuseTiming, MoBATiming, PagedTiming, Timing
 from benchmarks.overview.mask_plots import draw_mask, draw_pool, example_pool, fused_mask, moba_mask, packed_mask
 from benchmarks.paged.recorded import FLASHINFER
-from benchmarks.paged.targets import NATIVE
+from benchmarks.paged.report import NATIVE
 
 OURS = "triton"
 NAMES = {

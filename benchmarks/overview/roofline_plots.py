@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.block_diagonal.cases import CASES
 from benchmarks.harness.plot_style import NothingToDraw, Theme, caption_of, frame, legend_above, log_axis, new_figure
 from benchmarks.harness.records import FuseTiming, MoBATiming, PagedTiming, Timing
-from benchmarks.paged.targets import NATIVE
+from benchmarks.paged.report import NATIVE
 
 OURS = "triton"
 # TB/s and dense bfloat16 TFLOP/s from data sheets, by device name.

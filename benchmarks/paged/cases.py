@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from benchmarks.harness.family import Work, names_of
 from blockdiag.ops.append.problem import AppendProblem
 from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 from blockdiag.ops.paged.problem import CacheScale, PagedProblem
@@ -119,6 +120,35 @@ class PagedCase:
         return "_".join(parts)
 
     @property
+    def passes(self) -> tuple[str, ...]:
+        """One call."""
+        return ("call",)
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns that describe the workload."""
+        shape = self.shape
+        return {
+            "op": "paged",
+            "group": self.group,
+            "case": self.name,
+            "workload": shape.name,
+            "cache": self.cache,
+            "scales": self.scales,
+            "page_size": self.page_size,
+            "batch": shape.batch,
+            "kv_length": shape.kv_length,
+            "query_tokens": self.query_tokens,
+            "query_heads": shape.query_heads,
+            "key_heads": shape.key_heads,
+            "head_dim": shape.head_dim,
+        }
+
+    def floor(self, pass_name: str) -> tuple[Work, ...]:
+        """Return the bytes that must be read."""
+        del pass_name
+        return (Work(0.0, self.read_bytes),)
+
+    @property
     def num_splits(self) -> int:
         """Parts of the keys of each sequence."""
         if self.splits is not None:
@@ -206,7 +236,7 @@ class PagedCase:
     def read_bytes(self) -> int:
         """Bytes that a call must read: keys, values and their scales, each once; of an append the new tokens.
 
-        MoBA reads the mean keys and what is chosen, which depends on the numbers; see `paged_check.chosen_bytes`.
+        MoBA reads the mean keys and the chosen blocks, which depend on the numbers; see `check.chosen_bytes`.
         """
         shape = self.shape
         if self.group == "append":
@@ -269,11 +299,7 @@ def select_groups(names: str | None) -> list[Group]:
     Raises:
         ValueError: for a name that is no group.
     """
-    if names is None:
-        return list(GROUPS)
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not wanted or any(name not in GROUPS for name in wanted):
-        raise ValueError(f"`cases` must name some of {', '.join(GROUPS)}; got {names!r}")
+    wanted = names_of(names, GROUPS)
     return [group for group in GROUPS if group in wanted]
 
 
@@ -283,3 +309,15 @@ def by_pool(cases: Sequence[PagedCase]) -> list[list[PagedCase]]:
     for case in cases:
         pools.setdefault((case.copies * case.shape.cached_tokens, case.cache), []).append(case)
     return list(pools.values())
+
+
+_SMOKE = PagedShape(name="smoke", batch=2, kv_length=96, query_heads=4, key_heads=2, head_dim=16)
+SMOKE_CASES = (
+    PagedCase(group="decode", shape=_SMOKE, page_size=16),
+    PagedCase(group="decode", shape=_SMOKE, cache="float8_e5m2", page_size=1),
+    PagedCase(group="speculative", shape=_SMOKE, page_size=16, query_tokens=4),
+    PagedCase(group="splits", shape=_SMOKE, page_size=16, splits=2),
+    PagedCase(group="scales", shape=_SMOKE, cache="float8_e4m3fn", page_size=16, scales="token"),
+    PagedCase(group="moba", shape=_SMOKE, page_size=16, block_size=16, top_k=3),
+    PagedCase(group="append", shape=_SMOKE, cache="float8_e4m3fn", page_size=16, scales="token"),
+)

@@ -17,7 +17,7 @@ from benchmarks.harness.plot_style import (
 from benchmarks.harness.records import PagedTiming
 from benchmarks.paged.cases import CACHE_LABELS, PAGE_SIZES
 from benchmarks.paged.recorded import FLASHINFER
-from benchmarks.paged.targets import NATIVE
+from benchmarks.paged.report import NATIVE
 
 _SHADES = (0.5, 0.75, 1.0)
 _HEADS = "32 heads and 8 key heads of 128"

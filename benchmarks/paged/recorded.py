@@ -3,8 +3,6 @@
 They stand beside the rows that a run measures, never mixed with them: `device` and `note` say what they are.
 """
 
-from typing import Any
-
 from benchmarks.harness.records import PagedTiming
 from benchmarks.paged.cases import PAGE_SIZES, SHAPES, PagedCase
 
@@ -34,7 +32,7 @@ def recorded_rows() -> list[PagedTiming]:
             rows.append(
                 PagedTiming(
                     implementation=FLASHINFER,
-                    **columns_of(case),
+                    **case.columns(),
                     median_us=microseconds,
                     read_gb=case.read_bytes / 1e9,
                     tb_per_s=case.read_bytes / microseconds / 1e6,
@@ -49,23 +47,3 @@ def recorded_rows() -> list[PagedTiming]:
                 )
             )
     return rows
-
-
-def columns_of(case: PagedCase) -> dict[str, Any]:
-    """The columns that describe a workload."""
-    shape = case.shape
-    return {
-        "op": "paged",
-        "group": case.group,
-        "case": case.name,
-        "workload": shape.name,
-        "cache": case.cache,
-        "scales": case.scales,
-        "page_size": case.page_size,
-        "batch": shape.batch,
-        "kv_length": shape.kv_length,
-        "query_tokens": case.query_tokens,
-        "query_heads": shape.query_heads,
-        "key_heads": shape.key_heads,
-        "head_dim": shape.head_dim,
-    }

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.block_diagonal.cases import CASES, Case, select_cases
-from benchmarks.block_diagonal.targets import judge_errors, judge_host, judge_times, judge_torch_host
+from benchmarks.block_diagonal.cases import CASES, PASSES, Case, select_cases
+from benchmarks.block_diagonal.report import judge_errors, judge_host, judge_times, judge_torch_host
 from benchmarks.harness import clock
 from benchmarks.harness.clock import Subject, interleave, sample_jax, summarise
+from benchmarks.harness.pipeline import select_names
 from benchmarks.harness.records import (
     ErrorRow,
     HostRow,
@@ -300,12 +301,17 @@ def test_host_times_of_the_torch_operators_are_judged_with_and_without_autograd(
     assert not found["compiled, with the operator: host time, us"].is_met
 
 
-def test_smoke_runs_and_agrees():
-    from benchmarks.block_diagonal.smoke import run_smoke
+def test_smoke_runs_and_agrees(tmp_path: Path):
+    pytest.importorskip("torch")
+    from rich.console import Console
 
-    rows = run_smoke(environment("cpu"), rounds=1)
+    from benchmarks.block_diagonal.family import FAMILY
+    from benchmarks.harness.pipeline import smoke
+
+    smoke(FAMILY, Console(record=True), tmp_path)
+    rows = read_rows(tmp_path / "block_diagonal_smoke.csv", Timing)
     assert {row.implementation for row in rows} == {"xla", "jax-einsum"}
-    assert all(row.median_ms and row.median_ms > 0 for row in rows)
+    assert all(row.median_ms > 0 and row.floor_ms is None and row.note == "CPU smoke, host time" for row in rows)
 
 
 @pytest.fixture(scope="module")
@@ -335,18 +341,16 @@ def exact(workload):
 
 
 def test_oracle_agrees_with_the_reference(workload, exact):
-    from benchmarks.block_diagonal.implementations import jit_passes
+    from benchmarks.block_diagonal.implementations import check, jit_passes
     from benchmarks.block_diagonal.jax_implementations import our_attention
-    from benchmarks.block_diagonal.measure import check
 
     passes = jit_passes(our_attention(workload.case, "reference"), workload, keeps_residuals=False)
     check(passes["fwd+bwd"](), exact, "fwd+bwd")
 
 
 def test_jax_baseline_computes_the_same(workload, exact):
-    from benchmarks.block_diagonal.implementations import jit_passes
+    from benchmarks.block_diagonal.implementations import check, jit_passes
     from benchmarks.block_diagonal.jax_implementations import einsum_attention
-    from benchmarks.block_diagonal.measure import check
 
     passes = jit_passes(einsum_attention(workload.case), workload, keeps_residuals=True)
     for pass_name in ("fwd", "bwd"):
@@ -354,48 +358,61 @@ def test_jax_baseline_computes_the_same(workload, exact):
 
 
 def test_torch_baseline_computes_the_same(workload, exact):
-    from benchmarks.block_diagonal.measure import check
+    from benchmarks.block_diagonal.implementations import check, unchecked
     from benchmarks.block_diagonal.torch_baselines import TORCH_BASELINES
 
     flash = next(baseline for baseline in TORCH_BASELINES if baseline.name == "torch-fa2")
     reason = flash.unsupported(workload.case)
     assert (reason is None) == workload.case.is_foldable
     if reason is None:
-        for pass_name, make in flash.passes(workload).items():
-            check(make(), exact, pass_name)
+        make = unchecked(flash, workload)
+        for pass_name in PASSES:
+            check(make(pass_name), exact, pass_name)
 
 
 def test_every_refusal_is_a_sentence(torch):
-    from benchmarks.block_diagonal.measure import find_implementations
+    from benchmarks.block_diagonal.family import BASELINES, NATIVE, THROUGH_JAX
 
-    ours, baselines = find_implementations(None)
     for case in CASES.values():
-        for implementation in (*ours, *baselines):
+        for implementation in (*THROUGH_JAX, NATIVE, *BASELINES.values()):
             reason = implementation.unsupported(case)
             assert reason is None or len(reason.split()) > 3
 
 
 def test_baselines_are_selected_by_name(torch):
-    from benchmarks.block_diagonal.measure import find_implementations
+    from benchmarks.block_diagonal.family import FAMILY
 
-    assert [one.name for one in find_implementations("torch-fa2,jax-einsum")[1]] == ["torch-fa2", "jax-einsum"]
-    assert find_implementations("none")[1] == []
+    assert select_names("torch-fa2,jax-einsum", FAMILY.baselines) == ("torch-fa2", "jax-einsum")
+    assert select_names("none", FAMILY.baselines) == ()
     with pytest.raises(ValueError, match="`baselines` must be none or name some of"):
-        find_implementations("flash")
+        select_names("flash", FAMILY.baselines)
+
+
+def test_required_implementations_are_measured_after_the_end_of_the_budget(torch):
+    from benchmarks.block_diagonal.family import BASELINES, FAMILY, NATIVE
+    from benchmarks.harness.family import SPENT, Context
+
+    context, case = Context(FAMILY.settings(deadline=time.monotonic() - 1), time.monotonic()), CASES["h8_d128"]
+    assert FAMILY.starts_late and FAMILY.unsupported(context, case, NATIVE) == ""
+    assert FAMILY.unsupported(context, case, BASELINES["torch-fa2"]) == SPENT
+    context = Context(FAMILY.settings(deadline=time.monotonic() + 30), time.monotonic())
+    assert FAMILY.unsupported(context, case, BASELINES["torch-fa2"]) == ""
+    later = dataclasses.replace(context, later=[case] * 2)
+    assert FAMILY.unsupported(later, case, BASELINES["torch-fa2"]) == SPENT
 
 
 def test_the_gate_refuses_a_wrong_result(workload, exact):
-    from benchmarks.block_diagonal.measure import check
-    from benchmarks.harness.device import Prepared
+    from benchmarks.block_diagonal.implementations import check
     from benchmarks.harness.failures import WrongResult
+    from benchmarks.harness.family import Program
 
     shifted = exact.output + 0.1 * exact.output.std()
     with pytest.raises(WrongResult, match="exceed"):
-        check(Prepared(lambda: (shifted,), tuple, None), exact, "fwd")
+        check(Program(lambda: (shifted,)), exact, "fwd")
     poisoned = exact.output.clone()
     poisoned[0, 0, 0] = np.nan
     with pytest.raises(WrongResult):
-        check(Prepared(lambda: (poisoned,), tuple, None), exact, "fwd")
+        check(Program(lambda: (poisoned,)), exact, "fwd")
 
 
 def test_host_times_have_a_trivial_call_beside(torch):
@@ -423,7 +440,7 @@ def _shapes_of(arrays) -> tuple[TensorSpec, ...]:
 
 def test_native_launches_are_those_of_the_jax_call(workload, exact, torch, monkeypatch):
     pytest.importorskip("triton")
-    from benchmarks.block_diagonal.measure import check
+    from benchmarks.block_diagonal.implementations import check
     from benchmarks.block_diagonal.native import native_passes
     from blockdiag.interop import jax_call, torch_launch
 

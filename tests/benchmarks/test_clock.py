@@ -8,15 +8,15 @@ from benchmarks.block_diagonal.accuracy import measure_errors
 from benchmarks.block_diagonal.cases import CASES
 from benchmarks.block_diagonal.exact import exact_attention
 from benchmarks.block_diagonal.implementations import (
-    Implementation,
     PassMakers,
     _chained,
-    address_table_bytes,
+    implementation,
     jit_passes,
 )
 from benchmarks.block_diagonal.workload import Workload, make_workload
-from benchmarks.harness.device import Prepared
+from benchmarks.harness.compiled import address_table_bytes
 from benchmarks.harness.failures import ChainBroken
+from benchmarks.harness.family import Implementation, Program
 from benchmarks.harness.records import environment
 
 
@@ -26,9 +26,9 @@ def _scaled(factor: float) -> Implementation:
     def passes(workload: Workload) -> PassMakers:
         exact = exact_attention(workload.case, *workload.inputs, workload.cotangent, workload.tables)
         results = tuple(tensor.float() * (1 + factor * 2**-8) for tensor in exact)
-        return {"fwd+bwd": lambda: Prepared(lambda: results, tuple, None)}
+        return {"fwd+bwd": lambda: Program(lambda: results)}
 
-    return Implementation("torch-fa2" if factor == 1 else "triton", "torch", True, passes)
+    return implementation("torch-fa2" if factor == 1 else "triton", "torch", passes)
 
 
 def test_errors_are_compared_seed_by_seed():
@@ -57,11 +57,11 @@ def test_a_chain_without_custom_calls_is_refused():
     prepared = jit_passes(_attend, workload, keeps_residuals=False, is_chained=True)["fwd"]()
     assert prepared.calls == 1
     with pytest.raises(ChainBroken, match="20 calls"):
-        prepared.chain()
+        prepared.chain(20)
 
 
 def test_chained_calls_feed_on_each_other():
-    program = _chained(lambda a, b: (a + b, a * b), {0: 1, 1: 0}, 3)
+    program = _chained({0: 1, 1: 0}, lambda a, b: (a + b, a * b), 3)
     assert program(1, 2) == (2 + 3 + 6, (2 + 3) * 6)
 
 

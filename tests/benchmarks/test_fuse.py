@@ -16,39 +16,40 @@ from benchmarks.fuse.cases import (
     FUSE_CASES,
     FUSE_PASSES,
     GROUPS,
+    SMOKE_CASES,
     TOKEN_GROUPS,
     FuseCase,
     document_lengths,
     make_segments,
     select_fuse_cases,
+    small_case,
 )
 from benchmarks.fuse.programs import FusePasses, cudnn_function, cudnn_unsupported, function_of, launch_specs
-from benchmarks.fuse.report import compile_table, fuse_reasons, fuse_table, summary_table
-from benchmarks.fuse.targets import OURS, PEER, judge_fuse
+from benchmarks.fuse.report import OURS, PEER, compile_table, fuse_table, judge_fuse, summary_table
 from benchmarks.harness.failures import ChainBroken
-from benchmarks.harness.pipeline import select_names
+from benchmarks.harness.family import SPENT, floor_ms
+from benchmarks.harness.pipeline import Choices, measure, run, select_names
 from benchmarks.harness.programs import compile_program
 from benchmarks.harness.records import FuseTiming, environment, merge_rows, read_rows
-from benchmarks.harness.roofs import Roofs
+from benchmarks.harness.report import reasons
 from blockdiag.triton_kernels.launch.plan import Target
 
 torch = pytest.importorskip("torch")
 
 from benchmarks.fuse import ahead as fuse_ahead  # noqa: E402
 from benchmarks.fuse import check as fuse_check  # noqa: E402
-from benchmarks.fuse import measure as fuse_measure  # noqa: E402
+from benchmarks.fuse import family as fuse_family  # noqa: E402
 from benchmarks.fuse import torch_baselines as fuse_torch_baselines  # noqa: E402
-from benchmarks.fuse.smoke import SMOKE_CASES, small_case  # noqa: E402
 from benchmarks.harness.failures import WrongResult  # noqa: E402
 
 WHERE = dict(zip(("device", "driver", "jax", "jaxlib", "torch", "triton", "date"), "abcdefg", strict=True))
-ROOFS = Roofs(copy_gb_per_s=100.0, stream_gb_per_s=100.0, matmul_tflops=0.1)
+ROOFS = {"copy_gb_per_s": 100.0, "matmul_tflops": 0.1}
 RATES = {"matmul_tflops": 800.0, "copy_gb_per_s": 4200.0}
 SMALL = small_case("causal", batch=1, tokens=32, key_heads=2)
 
 
 def timing(case: FuseCase, pass_name: str, milliseconds: float | None, implementation: str = OURS, **others):
-    fields = {**fuse_measure.columns_of(case), **WHERE, **others}
+    fields = {**case.columns(), **WHERE, **others}
     return FuseTiming(pass_name=pass_name, implementation=implementation, median_ms=milliseconds, **fields)
 
 
@@ -84,10 +85,10 @@ def test_cases_are_selected_by_group_and_by_name():
     for wrong in ("flash", ""):
         with pytest.raises(ValueError, match="`cases` must name groups"):
             select_fuse_cases(wrong)
-    assert select_names("none", fuse_measure.BASELINES) == ()
-    assert select_names("jax-jit,torch-flex", fuse_measure.BASELINES) == ("torch-flex", "jax-jit")
+    assert select_names("none", fuse_family.BASELINES) == ()
+    assert select_names("jax-jit,torch-flex", fuse_family.BASELINES) == ("torch-flex", "jax-jit")
     with pytest.raises(ValueError, match="`baselines` must be none or name some of"):
-        select_names("flash", fuse_measure.BASELINES)
+        select_names("flash", fuse_family.BASELINES)
 
 
 def test_documents_are_twelve_and_differ_by_sequence():
@@ -133,10 +134,10 @@ def test_bytes_count_each_array_once():
 
 def test_floor_is_the_longer_of_arithmetic_and_traffic():
     case = FUSE_CASES["evoformer_d64"]
-    assert case.floor_ms("fwd", **RATES) == pytest.approx(case.useful_bytes("fwd") / 4.2e9)
+    assert floor_ms(case.floor("fwd"), **RATES) == pytest.approx(case.useful_bytes("fwd") / 4.2e9)
     causal = FUSE_CASES["causal_1x16384_mha"]
-    assert causal.floor_ms("fwd", **RATES) == pytest.approx(causal.useful_flops("fwd") / 8e11)
-    assert causal.floor_ms("fwd+bwd", **RATES) == pytest.approx(3.5 * causal.floor_ms("fwd", **RATES))
+    assert floor_ms(causal.floor("fwd"), **RATES) == pytest.approx(causal.useful_flops("fwd") / 8e11)
+    assert floor_ms(causal.floor("fwd+bwd"), **RATES) == pytest.approx(3.5 * floor_ms(causal.floor("fwd"), **RATES))
 
 
 def operands(case: FuseCase):
@@ -225,19 +226,19 @@ def test_chained_calls_take_the_output_before_as_their_query(monkeypatch):
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
     counts = iter([{"kernel": 3}, {"kernel": 5}])
     single = FusePasses(SMALL, function_of(SMALL), views).make("fwd")
-    monkeypatch.setattr("benchmarks.fuse.programs._work", lambda text: collections.Counter(next(counts)))
+    monkeypatch.setattr("benchmarks.harness.programs.work_of", lambda text: collections.Counter(next(counts)))
     with pytest.raises(ChainBroken, match="2 calls in one program"):
         single.chain(2)
 
 
-def settings_of(**options) -> fuse_measure.FuseSettings:
+def settings_of(**options) -> fuse_family.FuseSettings:
     defaults = {"rounds": 1, "batch_ms": 1e-9, "implementation": "xla", "device": "cpu", "baselines": ()}
     defaults |= {"compile_function": lambda function: function, "say": lambda line: None}
-    return fuse_measure.FuseSettings(**{"deadline": time.monotonic() + 120, **defaults, **options})
+    return fuse_family.FuseSettings(**{"deadline": time.monotonic() + 120, **defaults, **options})
 
 
 def measured(case: FuseCase = SMALL, **options) -> dict[tuple[str, str], FuseTiming]:
-    return by_pass(fuse_measure.measure_fuse_case(case, environment("cpu"), ROOFS, settings_of(**options)))
+    return by_pass(measure(fuse_family.FAMILY, [case], environment("cpu"), ROOFS, settings_of(**options)))
 
 
 def copies(passes: FusePasses, pass_name: str):
@@ -248,8 +249,8 @@ def copies(passes: FusePasses, pass_name: str):
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_implementation_is_checked_and_timed():
-    rows = measured(baselines=fuse_measure.BASELINES)
-    assert list(rows) == [(name, one) for name in ("xla", *fuse_measure.BASELINES) for one in FUSE_PASSES]
+    rows = measured(baselines=fuse_family.BASELINES)
+    assert list(rows) == [(name, one) for name in ("xla", *fuse_family.BASELINES) for one in FUSE_PASSES]
     for name in ("xla", "jax-jit", "torch-compile"):
         for pass_name in FUSE_PASSES:
             row = rows[name, pass_name]
@@ -268,23 +269,24 @@ def test_nothing_is_timed_without_the_check(monkeypatch):
     def refuse(case, results, exact, gate):
         raise WrongResult("output 1")
 
-    monkeypatch.setattr(fuse_measure, "check_results", refuse)
-    monkeypatch.setattr(fuse_measure.FusePasses, "make", copies)
+    monkeypatch.setattr(fuse_family, "check_results", refuse)
+    monkeypatch.setattr(fuse_family.FusePasses, "make", copies)
     rows = measured(baselines=("torch-compile",))
     assert all(row.median_ms is None and "WrongResult: output 1" in row.note for row in rows.values())
 
 
 def test_what_does_not_fit_and_what_comes_late_is_not_begun(monkeypatch):
-    monkeypatch.setattr(fuse_measure.FusePasses, "make", copies)
-    monkeypatch.setattr(fuse_measure, "check_results", lambda *_: 0.0)
-    monkeypatch.setattr(fuse_measure, "_prepare_ours", lambda context: [])
-    monkeypatch.setattr(fuse_measure, "_MOST_SCORE_BYTES", 3 * 2 * SMALL.score_elements)
+    monkeypatch.setattr(fuse_family.FusePasses, "make", copies)
+    monkeypatch.setattr(fuse_family, "check_results", lambda *_: 0.0)
+    monkeypatch.setattr(fuse_family.FAMILY, "own", lambda cases, settings: [])
+    monkeypatch.setattr(fuse_family, "_MOST_SCORE_BYTES", 3 * 2 * SMALL.score_elements)
     rows = measured(baselines=("jax-jit", "torch-compile"), preparation={"jax-jit": 0.0, "torch-compile": 1e6})
     assert rows["jax-jit", "fwd"].median_ms > 0
     assert "6 arrays of scores" in rows["jax-jit", "fwd+bwd"].note
-    assert rows["torch-compile", "fwd"].note == fuse_measure.SPENT
+    assert rows["torch-compile", "fwd"].note == SPENT
+    monkeypatch.undo()
     late = measured(deadline=time.monotonic() - 1)
-    assert [row.note for row in late.values()] == [fuse_measure.SPENT] * 2
+    assert [row.note for row in late.values()] == [SPENT] * 2
 
 
 def test_kernels_are_compiled_ahead_and_then_loaded(monkeypatch, tmp_path):
@@ -303,7 +305,7 @@ def test_kernels_are_compiled_ahead_and_then_loaded(monkeypatch, tmp_path):
     assert f"FlexAttention, {case.name}: no GPU for {case.name}" in ahead.lines
     assert any(tmp_path.iterdir())
     monkeypatch.setattr("blockdiag.interop.targets.session_target", lambda: target)
-    rows = by_pass(fuse_measure.measure_fuse_case(case, environment("cpu"), ROOFS, settings_of(), ahead=ahead))
+    rows = by_pass(measure(fuse_family.FAMILY, [case], environment("cpu"), ROOFS, settings_of(), ahead=ahead))
     row = rows["xla", "fwd"]
     assert row.first_compile_s > row.first_kernels_s == ahead.seconds[case.name, "fwd"]
     assert row.cached_compile_ms > row.cached_kernels_ms > 0
@@ -359,38 +361,37 @@ def test_tables_have_a_line_for_what_was_measured():
     text = console.export_text()
     for expected in ("8 x 256 x 256 tokens", "0.400  1.50x", "1.100", "2.0 / 2.0", "0.400 / 1.500", "3.50", "400"):
         assert expected in text
-    assert fuse_reasons(rows) == ["jax-cudnn (fwd, fwd+bwd): failed: no bias"]
+    assert reasons(rows) == ["jax-cudnn (fwd, fwd+bwd): failed: no bias"]
 
 
 def test_command_keeps_rows_and_replaces_none_by_what_was_not_run(monkeypatch, tmp_path):
     from rich.console import Console
 
-    from benchmarks.fuse import command as bench_fuse
-
     monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
-    monkeypatch.setattr("benchmarks.harness.roofs.measure_roofs", lambda: ROOFS)
-    monkeypatch.setattr(bench_fuse, "_compile_ahead", lambda console, cases, settings: None)
+    monkeypatch.setattr(fuse_family.FAMILY, "measure_rates", lambda: (ROOFS, "rates"))
+    monkeypatch.setattr(fuse_family, "compile_ahead", lambda *_, **__: fuse_ahead.Ahead())
+    monkeypatch.setattr("blockdiag.interop.targets.session_target", lambda: None)
     monkeypatch.setenv("TRITON_CACHE_DIR", "set anew")
     case = FUSE_CASES["evoformer_d64"]
     kept = dataclasses.replace(timing(case, "fwd", 0.4), **dataclasses.asdict(environment("some GPU")))
     merge_rows(tmp_path / "fuse.csv", FuseTiming, [kept])
     console = Console(width=200, record=True)
-    options = {"cases": "evoformer", "baselines": "none", "rounds": 1, "seed": 0}
-    bench_fuse.measure_fuse(console, tmp_path, deadline=time.monotonic() - 1, **options)
+    choices = Choices("evoformer", "none", rounds=1, seed=0, deadline=time.monotonic() - 1)
+    run(fuse_family.FAMILY, console, tmp_path, choices)
     rows = read_rows(tmp_path / "fuse.csv", FuseTiming)
     assert len(rows) == 4 and rows[0] == kept
-    assert all(row.note == fuse_measure.SPENT for row in rows[1:])
+    assert all(row.note == SPENT for row in rows[1:])
     assert "MISSED" in console.export_text()
 
     def fail(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(fuse_measure, "measure_fuse_case", fail)
-    bench_fuse.measure_fuse(console, tmp_path, deadline=time.monotonic() + 600, **options)
+    monkeypatch.setattr(fuse_family, "make_arrays", fail)
+    run(fuse_family.FAMILY, console, tmp_path, dataclasses.replace(choices, deadline=time.monotonic() + 600))
     rows = read_rows(tmp_path / "fuse.csv", FuseTiming)
     assert len(rows) == 4 and {row.note for row in rows} == {"failed: RuntimeError: out of memory"}
     with pytest.raises(SystemExit, match="must name groups"):
-        bench_fuse.measure_fuse(console, tmp_path, deadline=0.0, **(options | {"cases": "flash"}))
+        run(fuse_family.FAMILY, console, tmp_path, dataclasses.replace(choices, cases="flash"))
 
 
 def test_command_runs_the_smoke_check(tmp_path):

@@ -9,15 +9,16 @@ import pytest
 
 from benchmarks.harness.compiled import custom_calls
 from benchmarks.harness.failures import ChainBroken, WrongResult
+from benchmarks.harness.family import Context, floor_ms
 from benchmarks.harness.kernels import compile_one, different_kernels
+from benchmarks.harness.pipeline import Choices, measure, run
 from benchmarks.harness.programs import compile_program
-from benchmarks.harness.records import MoBATiming, merge_rows, read_rows
-from benchmarks.harness.roofs import Roofs
+from benchmarks.harness.records import MoBATiming, environment, merge_rows, read_rows
 from benchmarks.moba.cases import MOBA_CASES, MOBA_PASSES, MoBACase, select_moba_cases
 from benchmarks.moba.check import check_choice, check_sample, float32_attention, random_operands
 from benchmarks.moba.programs import Passes, launch_specs
-from benchmarks.moba.recorded import RECORDED, recorded_rows, shape_of
-from benchmarks.moba.targets import ROUTING_SHARE, judge_moba
+from benchmarks.moba.recorded import RECORDED, recorded_rows
+from benchmarks.moba.report import ROUTING_SHARE, judge_moba
 from blockdiag.ops.moba.api import moba_attention, moba_routing
 from blockdiag.triton_kernels.launch.plan import Target
 
@@ -27,10 +28,8 @@ SMALL = MoBACase(name="small", tokens=100, batch=2, query_heads=4, key_heads=2, 
 
 def timing(case: str, pass_name: str, implementation: str, milliseconds: float | None, **others) -> MoBATiming:
     known = MOBA_CASES.get(case, SMALL)
-    fields = {**shape_of(known), **WHERE, **others}
-    return MoBATiming(
-        op="moba", pass_name=pass_name, case=case, implementation=implementation, median_ms=milliseconds, **fields
-    )
+    fields = {**known.columns(), "case": case, **WHERE, **others}
+    return MoBATiming(pass_name=pass_name, implementation=implementation, median_ms=milliseconds, **fields)
 
 
 def test_useful_work_is_that_of_the_mask():
@@ -55,13 +54,13 @@ def test_bytes_count_each_array_once():
 
 
 def test_floor_is_the_longer_of_arithmetic_and_traffic():
-    slow_memory = SMALL.floor_ms("fwd", matmul_tflops=1e9, copy_gb_per_s=1.0)
+    slow_memory = floor_ms(SMALL.floor("fwd"), matmul_tflops=1e9, copy_gb_per_s=1.0)
     assert slow_memory == pytest.approx(SMALL.useful_bytes("fwd") / 1e6)
-    slow_products = SMALL.floor_ms("bwd", matmul_tflops=1e-3, copy_gb_per_s=1e9)
+    slow_products = floor_ms(SMALL.floor("bwd"), matmul_tflops=1e-3, copy_gb_per_s=1e9)
     assert slow_products == pytest.approx(SMALL.useful_flops("bwd") / 1e6)
     rates = {"matmul_tflops": 1.0, "copy_gb_per_s": 1.0}
-    both = sum(SMALL.floor_ms(name, **rates) for name in ("fwd", "bwd"))
-    assert SMALL.floor_ms("fwd+bwd", **rates) == pytest.approx(both)
+    both = sum(floor_ms(SMALL.floor(name), **rates) for name in ("fwd", "bwd"))
+    assert floor_ms(SMALL.floor("fwd+bwd"), **rates) == pytest.approx(both)
 
 
 def test_a_known_row_has_the_known_arithmetic():
@@ -207,8 +206,8 @@ def test_a_chain_has_the_kernels_of_all_its_calls():
 
 
 def test_a_chain_that_lost_calls_is_refused(monkeypatch):
-    program = cholesky_program()
     monkeypatch.setattr("benchmarks.harness.programs._chained", lambda function, calls: function)
+    program = cholesky_program()
     with pytest.raises(ChainBroken, match="x1"):
         program.chain(3)
 
@@ -254,37 +253,35 @@ def test_what_is_compiled_ahead_is_on_disk_as_launches_need_it(binary, monkeypat
 
 
 @pytest.fixture(scope="module")
-def measure():
+def moba():
     pytest.importorskip("torch")
-    from benchmarks.moba import measure as moba_measure
+    from benchmarks.moba import family as moba_family
 
-    return moba_measure
+    return moba_family
 
 
-def settings_of(measure, **options):
+def settings_of(moba, **options):
     defaults = {"rounds": 2, "batch_ms": 1e-9, "implementation": "xla", "device": "cpu", "baselines": ("torch-fa2",)}
-    return measure.MoBASettings(deadline=time.monotonic() + 60, say=lambda line: None, **{**defaults, **options})
+    return moba.MoBASettings(deadline=time.monotonic() + 60, say=lambda line: None, **{**defaults, **options})
 
 
-def measured_rows(measure, **options):
-    from benchmarks.harness.records import environment
-
-    roofs = Roofs(copy_gb_per_s=100.0, stream_gb_per_s=100.0, matmul_tflops=0.1)
-    rows = measure.measure_moba_case(SMALL, environment("cpu"), roofs, settings_of(measure, **options))
+def measured_rows(moba, case=SMALL, **options):
+    rates = {"copy_gb_per_s": 100.0, "matmul_tflops": 0.1}
+    rows = measure(moba.FAMILY, [case], environment("cpu"), rates, settings_of(moba, **options))
     return {(row.implementation, row.pass_name): row for row in rows}
 
 
-def test_a_pass_that_fails_is_a_row_and_the_others_go_on(measure, monkeypatch):
+def test_a_pass_that_fails_is_a_row_and_the_others_go_on(moba, monkeypatch):
     def make(self, pass_name):
         if pass_name == "bwd":
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return compile_program(lambda x: x + 1.0, jnp.zeros(8))
 
     errors = {"output": 1e-3, "dQ": 2e-3, "dK": 3e-3, "dV": 1e-3}
-    monkeypatch.setattr(measure, "_check", lambda passes, results, seed: None)
-    monkeypatch.setattr(measure, "errors_at", lambda *_, **__: errors)
+    monkeypatch.setattr(moba, "check", lambda passes, results, seed: None)
+    monkeypatch.setattr(moba, "errors_at", lambda *_, **__: errors)
     monkeypatch.setattr(Passes, "make", make)
-    rows = measured_rows(measure)
+    rows = measured_rows(moba)
     assert "out of memory" in rows["xla", "bwd"].note and rows["xla", "bwd"].median_ms is None
     assert rows["xla", "fwd"].median_ms > 0 and rows["xla", "fwd"].relative_error == 1e-3
     assert rows["xla", "fwd+bwd"].relative_error == 3e-3
@@ -293,31 +290,27 @@ def test_a_pass_that_fails_is_a_row_and_the_others_go_on(measure, monkeypatch):
     assert all(rows["torch-fa2", name].median_ms > 0 for name in ("fwd", "bwd", "fwd+bwd"))
 
 
-def test_nothing_is_timed_without_the_check(measure, monkeypatch):
+def test_nothing_is_timed_without_the_check(moba, monkeypatch):
     def refuse(passes, results, seed):
         raise WrongResult("output: relative error 1")
 
-    monkeypatch.setattr(measure, "_check", refuse)
-    monkeypatch.setattr(measure, "errors_at", lambda *_, **__: pytest.fail("never reached"))
-    monkeypatch.setattr(measure, "_errors", lambda case, settings: "no errors")
+    monkeypatch.setattr(moba, "check", refuse)
+    monkeypatch.setattr(moba, "errors_at", lambda *_, **__: pytest.fail("never reached"))
     monkeypatch.setattr(Passes, "make", lambda self, name: compile_program(lambda x: x + 1.0, jnp.zeros(8)))
-    rows = measured_rows(measure, baselines=())
+    rows = measured_rows(moba, baselines=())
     assert all(row.median_ms is None and "WrongResult" in row.note for row in rows.values())
 
 
-def test_dense_attention_is_left_out_beyond_its_length(measure, monkeypatch):
-    monkeypatch.setattr(measure, "_prepare_ours", lambda case, tensors, settings: [])
-    monkeypatch.setattr(measure, "_errors", lambda case, settings: "no errors")
-    rows = measured_rows(measure, dense_tokens=64)
+def test_dense_attention_is_left_out_beyond_its_length(moba, monkeypatch):
+    monkeypatch.setattr(moba.FAMILY, "own", lambda cases, settings: [])
+    rows = measured_rows(moba, dense_tokens=64)
     assert all(row.note == "not run: dense attention is timed up to 64 tokens" for row in rows.values())
-    spent = settings_of(measure)
-    spent = dataclasses.replace(spent, deadline=time.monotonic() - 1)
-    tensors = measure._tensors(SMALL, spent)
-    entries = measure._prepare_dense(SMALL, "torch-fa2", tensors, spent, 0)
-    assert all("time budget" in entry.note for entry in entries)
+    # A case after this one needs its time.
+    rows = measure(moba.FAMILY, [SMALL], environment("cpu"), {}, settings_of(moba), later=[SMALL] * 10)
+    assert len(rows) == 3 and all("time budget" in row.note for row in rows)
 
 
-def test_errors_are_computed_once_for_all_lengths(measure, monkeypatch):
+def test_errors_are_computed_once_for_all_lengths(moba, monkeypatch):
     asked = []
 
     def errors_at(case, implementation, tokens, *, seed):
@@ -326,56 +319,72 @@ def test_errors_are_computed_once_for_all_lengths(measure, monkeypatch):
             raise RuntimeError("first time")
         return {"output": 1.0}
 
-    monkeypatch.setattr(measure, "errors_at", errors_at)
-    settings = settings_of(measure)
-    assert "first time" in measure._errors(MOBA_CASES["n8k"], settings)
-    assert measure._errors(MOBA_CASES["n8k"], settings) == {"output": 1.0}
-    assert measure._errors(MOBA_CASES["n512k_b1"], settings) == {"output": 1.0}
+    monkeypatch.setattr(moba, "errors_at", errors_at)
+    settings = settings_of(moba)
+    assert "first time" in moba.errors_against_float32(MOBA_CASES["n8k"], settings)
+    assert moba.errors_against_float32(MOBA_CASES["n8k"], settings) == {"output": 1.0}
+    assert moba.errors_against_float32(MOBA_CASES["n512k_b1"], settings) == {"output": 1.0}
     assert len(asked) == 2
-    measure._errors(MOBA_CASES["d64_n32_64k"], settings)
+    moba.errors_against_float32(MOBA_CASES["d64_n32_64k"], settings)
     assert len(asked) == 3
 
 
-def test_long_cases_of_other_heads_are_compared_with_one_baseline(measure):
-    entries = measure._prepare_dense(MOBA_CASES["gqa32_8_64k"], "torch-fa2", (), settings_of(measure), 0)
-    assert all("only torch-cudnn is timed" in entry.note for entry in entries)
+def test_long_cases_of_other_heads_are_compared_with_one_baseline(moba):
+    context, case = Context(settings_of(moba), time.monotonic()), MOBA_CASES["gqa32_8_64k"]
+    reasons = {
+        one.name: moba.FAMILY.unsupported(context, case, one)
+        for _, one in moba.FAMILY.others(
+            [case], dataclasses.replace(context, settings=settings_of(moba, baselines=("torch-fa2", "torch-cudnn")))
+        )
+    }
+    assert "only torch-cudnn is timed" in reasons["torch-fa2"] and reasons["torch-cudnn"] == ""
     assert MOBA_CASES["n64k"].is_usual and not MOBA_CASES["block64_k16_16k"].is_usual
 
 
-def test_cases_after_the_end_of_the_budget_are_rows_and_replace_none(measure, monkeypatch, tmp_path):
+def test_dense_baselines_are_timed_once_for_a_shape(moba):
+    context = Context(settings_of(moba), time.monotonic())
+    timed = timing("n64k", "fwd+bwd", "torch-fa2", 1.0)
+    assert len(moba.FAMILY.others([MOBA_CASES["block64_k16_64k"]], context)) == 1
+    known = dataclasses.replace(context, measured=[timed])
+    assert moba.FAMILY.others([MOBA_CASES["block64_k16_64k"]], known) == []
+    assert len(moba.FAMILY.others([MOBA_CASES["gqa32_8_64k"]], known)) == 1
+    untimed = dataclasses.replace(context, measured=[dataclasses.replace(timed, median_ms=None)])
+    assert len(moba.FAMILY.others([MOBA_CASES["block64_k16_64k"]], untimed)) == 1
+
+
+def test_cases_after_the_end_of_the_budget_are_rows_and_replace_none(moba, monkeypatch, tmp_path):
     from rich.console import Console
 
-    from benchmarks.harness.records import environment
-    from benchmarks.moba import command as bench_moba
-
     monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
-    monkeypatch.setattr("benchmarks.harness.roofs.measure_roofs", lambda: Roofs(4000.0, 4000.0, 700.0))
-    monkeypatch.setattr(bench_moba, "compile_launches", lambda *_, **__: None)
+    monkeypatch.setattr(
+        moba.FAMILY, "measure_rates", lambda: ({"copy_gb_per_s": 4000.0, "matmul_tflops": 700.0}, "rates")
+    )
+    monkeypatch.setattr(moba.FAMILY, "launches", lambda case: ())
     kept = dataclasses.replace(timing("n8k", "fwd", "triton", 1.0), **dataclasses.asdict(environment("some GPU")))
     merge_rows(tmp_path / "moba.csv", MoBATiming, [kept])
     console = Console(width=200, record=True)
-    options = {"cases": "n8k,n16k", "baselines": "none", "rounds": 1, "seed": 0}
-    bench_moba.measure_moba(console, tmp_path, deadline=time.monotonic() - 1, **options)
+    choices = Choices("n8k,n16k", "none", rounds=1, seed=0, deadline=time.monotonic() - 1)
+    run(moba.FAMILY, console, tmp_path, choices)
     rows = [row for row in read_rows(tmp_path / "moba.csv", MoBATiming) if row.implementation == "triton"]
     assert kept in rows and len(rows) == 8
     assert all("time budget" in row.note for row in rows if row != kept)
     assert "MISSED" in console.export_text()
 
-    def lose_the_device(case, *_, **__):
-        raise RuntimeError(f"{case.name} lost the device")
+    def lose_the_device(cases, settings):
+        raise RuntimeError(f"{cases[0].name} lost the device")
 
-    monkeypatch.setattr(measure, "measure_moba_case", lose_the_device)
+    monkeypatch.setattr(moba.FAMILY, "make_inputs", lose_the_device)
     folder = tmp_path / "other"
-    bench_moba.measure_moba(console, folder, deadline=time.monotonic() + 60, **options)
+    run(moba.FAMILY, console, folder, dataclasses.replace(choices, deadline=time.monotonic() + 60))
     notes = {row.case: row.note for row in read_rows(folder / "moba.csv", MoBATiming) if row.implementation == "triton"}
     assert notes == {name: f"failed: RuntimeError: {name} lost the device" for name in ("n8k", "n16k")}
 
 
-def test_dense_baselines_compute_causal_attention(measure):
+def test_dense_baselines_compute_causal_attention(moba):
     torch = pytest.importorskip("torch")
     from benchmarks.moba.dense import DENSE_BACKENDS, dense_passes
 
-    tensors = measure._tensors(SMALL, settings_of(measure))
+    tensors = moba.random_tensors(SMALL, settings_of(moba))
     passes = dense_passes(SMALL, tensors, DENSE_BACKENDS["torch-fa2"])
     output, *gradients = passes["fwd+bwd"]().run()
     wide = [tensor.float().transpose(1, 2).requires_grad_() for tensor in tensors[:3]]

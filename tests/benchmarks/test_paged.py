@@ -1,5 +1,6 @@
 """The benchmark of paged attention: its arithmetic, checks, files and figures, at sizes that take no time."""
 
+import collections
 import dataclasses
 import time
 
@@ -8,7 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from benchmarks.harness.pipeline import Choices, measure, run
 from benchmarks.harness.records import PagedTiming, environment, merge_rows, read_rows
+from benchmarks.harness.report import reasons
 from benchmarks.paged.cases import (
     CACHES,
     GROUPS,
@@ -19,26 +22,26 @@ from benchmarks.paged.cases import (
     make_cases,
     select_groups,
 )
-from benchmarks.paged.recorded import FLASHINFER, RECORDED, columns_of, recorded_rows
-from benchmarks.paged.report import paged_reasons, paged_tables
-from benchmarks.paged.targets import NATIVE, THROUGH_JAX, judge_paged
+from benchmarks.paged.recorded import FLASHINFER, RECORDED, recorded_rows
+from benchmarks.paged.report import NATIVE, THROUGH_JAX, judge_paged, paged_tables
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.harness.failures import WrongResult  # noqa: E402
+from benchmarks.harness.failures import ChainBroken, WrongResult  # noqa: E402
 from benchmarks.paged import check as paged_check  # noqa: E402
-from benchmarks.paged import measure as paged_measure  # noqa: E402
+from benchmarks.paged import family as paged_family  # noqa: E402
 from benchmarks.paged import programs as paged_programs  # noqa: E402
 from benchmarks.paged.arrays import case_arrays, make_pool  # noqa: E402
 
 WHERE = dict(zip(("device", "driver", "jax", "jaxlib", "torch", "triton", "date"), "abcdefg", strict=True))
+RATES = {"read_tb_per_s": 4.0}
 SMALL = PagedShape(name="small", batch=2, kv_length=128, query_heads=4, key_heads=2, head_dim=16)
 # For the interpreter, which takes a second for few programs.
 TINY = PagedShape(name="tiny", batch=1, kv_length=64, query_heads=2, key_heads=1, head_dim=16)
 
 
 def timing(case: PagedCase, microseconds: float | None, implementation: str = NATIVE, **others) -> PagedTiming:
-    fields = columns_of(case) | {"splits": case.num_splits, "is_chosen": int(case.splits is None)} | WHERE | others
+    fields = case.columns() | {"splits": case.num_splits, "is_chosen": int(case.splits is None)} | WHERE | others
     return PagedTiming(implementation=implementation, median_us=microseconds, **fields)
 
 
@@ -147,7 +150,7 @@ def test_tables_have_a_line_for_what_was_measured():
             console.print(table)
     text = console.export_text()
     assert FLASHINFER in text and "131,072 keys" in text and "10.0  4.00*" in text
-    assert paged_reasons(rows) == ["xla, b32_8k_bf16_p1: failed: no memory"]
+    assert reasons([row for row in rows if row.median_us is None]) == ["xla (b32_8k_bf16_p1): failed: no memory"]
 
 
 def drawn(case: PagedCase):
@@ -259,7 +262,7 @@ def interpreted(spec, *tensors):
 
 def settings_of(**options):
     defaults = {"rounds": 1, "batch_ms": 1e-9, "implementation": "xla", "device": "cpu", "launch": interpreted}
-    return paged_measure.PagedSettings(
+    return paged_family.PagedSettings(
         deadline=time.monotonic() + 60, say=lambda line: None, **{"baselines": ("torch-fa2",), **defaults, **options}
     )
 
@@ -285,8 +288,7 @@ def portable(monkeypatch):
 def test_native_launches_are_checked_and_timed(case, monkeypatch):
     pytest.importorskip("triton")
     portable(monkeypatch)
-    monkeypatch.setattr(paged_measure, "_JAX_CALLS", 2)
-    rows = paged_measure.measure_pool([case], environment("cpu"), 4.0, settings_of())
+    rows = measure(paged_family.FAMILY, [case], environment("cpu"), RATES, settings_of())
     found = {row.implementation: row for row in rows}
     assert found[NATIVE].note == "" and found[NATIVE].median_us > 0
     assert found[NATIVE].relative_error < 0.1
@@ -301,13 +303,13 @@ def test_nothing_is_timed_without_the_check(monkeypatch):
     def refuse(*_):
         raise WrongResult("output: relative error 1")
 
-    monkeypatch.setattr(paged_measure, "check_attention", refuse)
-    monkeypatch.setattr(paged_measure, "run_steps", lambda *_: {"output": None, "log_sum": None})
+    monkeypatch.setattr(paged_family, "check_attention", refuse)
+    monkeypatch.setattr(paged_family, "run_steps", lambda *_: {"output": None, "log_sum": None})
     case = PagedCase(group="decode", shape=SMALL, page_size=16)
-    (row,) = paged_measure.measure_pool([case], environment("cpu"), 4.0, settings_of())
+    (row,) = measure(paged_family.FAMILY, [case], environment("cpu"), RATES, settings_of())
     assert row.median_us is None and "WrongResult" in row.note
     late = dataclasses.replace(settings_of(), deadline=time.monotonic() - 1)
-    (row,) = paged_measure.measure_pool([case], environment("cpu"), 4.0, late)
+    (row,) = measure(paged_family.FAMILY, [case], environment("cpu"), RATES, late)
     assert "time budget" in row.note
 
 
@@ -319,25 +321,23 @@ def test_a_chain_that_lost_calls_is_refused(monkeypatch):
     (output, _), run = paged_programs.jax_program(attend, arrays, 3)
     assert output[0, 0] == pytest.approx(8**0.5) and run()[0, 0] == pytest.approx(8 ** (1 / 8))
     counts = iter([{"one": 1}, {"one": 1}])
-    monkeypatch.setattr(paged_programs, "custom_calls", lambda text: next(counts))
-    with pytest.raises(paged_programs.ChainBroken, match="3 calls"):
+    monkeypatch.setattr("benchmarks.harness.programs.work_of", lambda text: collections.Counter(next(counts)))
+    with pytest.raises(ChainBroken, match="3 calls"):
         paged_programs.jax_program(attend, arrays, 3)
 
 
 def test_rows_without_times_replace_none(monkeypatch, tmp_path):
     from rich.console import Console
 
-    from benchmarks.paged import command as bench_paged
-
     monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
-    monkeypatch.setattr(paged_measure, "measure_read_rate", lambda: 4.4)
-    monkeypatch.setattr(bench_paged, "compile_launches", lambda *_, **__: None)
+    monkeypatch.setattr(paged_family, "measure_read_rate", lambda: 4.4)
+    monkeypatch.setattr(paged_family.FAMILY, "launches", lambda case: ())
     where = dataclasses.asdict(environment("some GPU"))
     kept = dataclasses.replace(timing(cases_of("append")[0], 3.0), **where)
     merge_rows(tmp_path / "paged.csv", PagedTiming, [kept])
     console = Console(width=200, record=True)
-    options = {"cases": "append,moba", "baselines": "none", "rounds": 1, "seed": 0}
-    bench_paged.measure_paged(console, tmp_path, deadline=time.monotonic() - 1, **options)
+    choices = Choices("append,moba", "none", rounds=1, seed=0, deadline=time.monotonic() - 1)
+    run(paged_family.FAMILY, console, tmp_path, choices)
     rows = [row for row in read_rows(tmp_path / "paged.csv", PagedTiming) if row.implementation == NATIVE]
     assert kept in rows and len(rows) == len(cases_of("append")) + len(cases_of("moba"))
     assert all("time budget" in row.note for row in rows if row != kept)
