@@ -176,7 +176,7 @@ def replaced(plan: LaunchPlan, **arguments) -> LaunchPlan:
         (plan_of(AddSpec(10), grid=(1, 70000, 1)), "`grid` must be three sizes"),
         (plan_of(AddSpec(10), arguments={"p_x": Pointer("input", 0)}), "must name the kernel's parameters"),
         (replaced(plan_of(AddSpec(10)), p_x=Pointer("input", 2)), "there is no input 2"),
-        (replaced(plan_of(AddSpec(10)), p_x=3), "is not a plan argument"),
+        (replaced(plan_of(AddSpec(10)), p_x=3), "is no plan argument"),
         (replaced(plan_of(AddSpec(10)), p_out=Pointer("input", 0)), "no parameter of the kernel refers to output 0"),
         (replaced(plan_of(AddSpec(10)), num_elements=Scalar(2**31, "i32")), "does not fit i32"),
         (plan_of(AddSpec(10, "float99")), "dtype 'float99' must be one of"),

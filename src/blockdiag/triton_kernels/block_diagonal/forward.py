@@ -27,10 +27,10 @@ def block_diagonal_forward(
     POSITIONS: tl.constexpr, PACKED: tl.constexpr, PAIRED: tl.constexpr, PAIRED_VALUE: tl.constexpr,
     PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, LOOP_STAGES: tl.constexpr,
 ):
-    """Compute one query head of one tile per item. Heads of a tile are adjacent, so their tables and K/V stay in L2."""
+    """One item is one query head of one tile; heads of a tile are neighbours: rotary rows and shared K/V stay in L2."""
     GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
-    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, so that a projection needs no copies
-    # around the attention.
+    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
+    # copies around the attention.
     QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
     KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
     KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0

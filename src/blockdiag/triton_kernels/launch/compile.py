@@ -278,7 +278,7 @@ def _check_argument(plan: LaunchPlan, name: str, argument: Any) -> None:
                 _check_descriptor(where, argument, arrays[argument.index])
         case _:
             raise ValueError(
-                f"{where}: {argument!r} is not a plan argument; wrap it in Pointer, Descriptor, Scalar or Constexpr"
+                f"{where}: {argument!r} is no plan argument; wrap it in Pointer, Descriptor, Scalar or Constexpr"
             )
 
 
@@ -335,7 +335,7 @@ def _signature_type(plan: LaunchPlan, argument: Any) -> str:
         case Descriptor():
             layout = "" if argument.layout is None else f",{argument.layout!r}"
             return f"tensordesc<{_element_type(plan, argument)}{list(argument.block_shape)}{layout}>"
-    raise ValueError(f"plan {plan.name!r}: {argument!r} is not a plan argument")
+    raise ValueError(f"plan {plan.name!r}: {argument!r} is no plan argument")
 
 
 def _element_type(plan: LaunchPlan, argument: Pointer | Descriptor) -> str:
