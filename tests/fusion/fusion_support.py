@@ -3,16 +3,34 @@
 import functools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from blockdiag import fuse
 from blockdiag.fusion.api import trace
 from tests import numpy_oracle
+
+
+def alternated(cases: Iterable[Any], implementations: Sequence[str] = ("xla", "triton")) -> list[Any]:
+    """Parameters of a test for cases, each a value or a tuple, and implementations.
+
+    What is found and rewritten before anything is computed is the same for all implementations. So one of them
+    computes each case, by turns, and the others are marked `exhaustive`. Every variant of the gallery meets both.
+    """
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            implementation,
+            marks=[pytest.mark.exhaustive] if (i + j) % len(implementations) else [],
+        )
+        for i, case in enumerate(cases)
+        for j, implementation in enumerate(implementations)
+    ]
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:

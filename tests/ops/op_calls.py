@@ -334,15 +334,14 @@ def mark_covered(cases: Iterable[tuple[str, str | None]]) -> list[Any]:
     """Parameters of a test for these names and implementations; those that others cover are marked `exhaustive`.
 
     Without these, every operation still meets every implementation, and every variant of an operation (a name with a
-    comma, as "moba, offsets") meets the default implementation and kernels. What only a variant with one of `COMPILED`
-    gets wrong under the tested transformation is left to `./do test-all`.
+    comma, as "moba, offsets") meets the default implementation and kernels. None is "xla" on a CPU. What only a variant
+    with one of `COMPILED` gets wrong under the tested transformation is left to `./do test-all`.
     """
-    return [
-        pytest.param(
-            name, implementation, marks=[pytest.mark.exhaustive] if "," in name and implementation in COMPILED else []
-        )
-        for name, implementation in cases
-    ]
+
+    def is_covered(name: str, implementation: str | None) -> bool:
+        return implementation == "xla" or ("," in name and implementation in COMPILED)
+
+    return [pytest.param(*case, marks=[pytest.mark.exhaustive] if is_covered(*case) else []) for case in cases]
 
 
 @functools.cache

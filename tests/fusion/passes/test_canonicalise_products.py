@@ -9,6 +9,7 @@ import pytest
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
 from tests.fusion.fusion_support import (
+    alternated,
     arrays,
     assert_alike,
     assert_as_good_as_written,
@@ -158,8 +159,7 @@ def pairs_outside(function, given):
     return [x.primitive.name for x in made if sum(size >= TOKENS for size in x.outvars[0].aval.shape) > 1]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
 def test_results_and_gradients(name, implementation):
     function, *shapes = FUNCTIONS[name]
     given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
@@ -291,13 +291,14 @@ def averaged_heads(query, key, value):
 LEADS = [(2, 2), (1, 2), (2, 1), (1, 1), (1,)]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize(
-    ("function", "lead"),
-    [
-        *itertools.product((squared_relu, masked_again), LEADS),
-        *itertools.product((averaged_heads,), LEADS[:-1]),
-    ],
+    ("function", "lead", "implementation"),
+    alternated(
+        [
+            *itertools.product((squared_relu, masked_again), LEADS),
+            *itertools.product((averaged_heads,), LEADS[:-1]),
+        ]
+    ),
 )
 def test_weights_that_are_divided_or_averaged_with_axes_of_one(function, lead, implementation):
     given = arrays(*[(*lead, TOKENS, WIDTH)] * 3)

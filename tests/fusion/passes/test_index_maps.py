@@ -7,7 +7,7 @@ import pytest
 
 from blockdiag import explain, fuse
 from blockdiag.fusion.api import trace
-from tests.fusion.fusion_support import arrays, assert_alike, assert_fused, expected_results, with_gradients
+from tests.fusion.fusion_support import alternated, arrays, assert_alike, assert_fused, expected_results, with_gradients
 
 BATCH, HEADS, TOKENS, LONGEST, WIDTH = 2, 2, 40, 64, 16
 OPERAND = (BATCH, HEADS, TOKENS, WIDTH)
@@ -280,8 +280,7 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize(("name", "implementation"), alternated(CUT))
 def test_tables_of_distances_that_are_cut(name, implementation):
     """A bias that a table has for each distance, cut after it was read, as a step of decoding does."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, fuse
-from tests.fusion.fusion_support import assert_alike, assert_fused, expected_results, with_gradients
+from tests.fusion.fusion_support import alternated, assert_alike, assert_fused, expected_results, with_gradients
 
 TOKENS, WIDTH = 21, 16
 SEEN = np.tril(np.ones((1, TOKENS, TOKENS), bool))
@@ -216,9 +216,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "is_late", "implementation"), alternated(itertools.product(CHANGES, [False, True])))
 def test_changed_before_the_division(change, is_late, implementation):
     """The sum is that of the exponentials before, as where weights are dropped."""
 

@@ -14,7 +14,7 @@ from blockdiag.fusion.regions.feature_sums import sum_of_features
 from blockdiag.fusion.regions.match import find_regions
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion.codegen.test_plans import launches_of
-from tests.fusion.fusion_support import arrays, assert_alike, assert_fused, with_gradients
+from tests.fusion.fusion_support import alternated, arrays, assert_alike, assert_fused, with_gradients
 from tests.triton_kernels.plans_support import report_of
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 37, 35, 2, 12
@@ -127,8 +127,7 @@ def region_of(function, given):
     return region
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "implementation"), alternated(FORMS))
 def test_results_and_gradients(form, implementation):
     given = arrays(*OPERANDS)
     region = region_of(FORMS[form], given)

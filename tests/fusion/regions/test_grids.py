@@ -9,7 +9,13 @@ from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion.codegen.test_plans import launches_of
-from tests.fusion.fusion_support import assert_alike, assert_as_good_as_written, expected_results, with_gradients
+from tests.fusion.fusion_support import (
+    alternated,
+    assert_alike,
+    assert_as_good_as_written,
+    expected_results,
+    with_gradients,
+)
 from tests.triton_kernels.plans_support import report_of
 
 BATCH, HEADS, HIGH, WIDE, WIDTH = 2, 2, 5, 7, 16
@@ -143,8 +149,7 @@ def arrays(function, dtype="float32"):
     return [jnp.asarray(generator.normal(size=shape), dtype) for shape in CASES[function]]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("function", CASES)
+@pytest.mark.parametrize(("function", "implementation"), alternated(CASES))
 def test_grids_are_one_axis(function, implementation):
     given = arrays(function)
     found = with_gradients(fuse(function, implementation=implementation), given)

@@ -11,6 +11,7 @@ from blockdiag.fusion.api import trace
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion.fusion_support import (
+    alternated,
     arrays,
     assert_alike,
     assert_as_good_as_written,
@@ -129,8 +130,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
 def test_results_and_gradients(name, implementation):
     function, *shapes = FUNCTIONS[name]
     given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
