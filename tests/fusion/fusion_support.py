@@ -45,6 +45,11 @@ def with_gradients(function: Callable[..., jax.Array], given: Sequence[Any]) -> 
     return [output, *pull(jnp.asarray(np.random.default_rng(1).normal(size=output.shape), output.dtype))]
 
 
+def compiled_gradients(function: Callable[..., jax.Array], given: Sequence[Any]) -> list[Any]:
+    """What `with_gradients` returns, as one program: eager calls compile one for each operation and shape."""
+    return jax.jit(functools.partial(with_gradients, function))(list(given))
+
+
 def assert_alike(found: Sequence[Any], expected: Sequence[Any], tolerance: float = 2e-5) -> None:
     """Arrays are as close as `tolerance`, of each element or of the largest one."""
     for one, other in zip(found, expected, strict=True):
@@ -58,7 +63,7 @@ def assert_fused(
     tolerance: float = 2e-5,
 ) -> None:
     """Results and gradients of the fused function are those of the function, in float32."""
-    found = with_gradients(fuse(function, implementation=implementation), given)
+    found = compiled_gradients(fuse(function, implementation=implementation), given)
     assert_alike(found, expected_results(function, given), tolerance)
 
 
@@ -90,9 +95,9 @@ def assert_as_good_as_written(
     function: Callable[..., jax.Array], fused: Callable[..., jax.Array], given: Sequence[jax.Array]
 ) -> None:
     """Of 16-bit arguments, results and gradients err at most twice as much as the function's own, and 2 ulp."""
-    exact = with_gradients(function, [x.astype("float32") for x in given])
-    naive = with_gradients(function, given)
-    for actual, poor, expected in zip(with_gradients(fused, given), naive, exact, strict=True):
+    exact = compiled_gradients(function, [np.asarray(x).astype("float32") for x in given])
+    naive = with_gradients(function, given)  # rounds wherever the function is written to
+    for actual, poor, expected in zip(compiled_gradients(fused, given), naive, exact, strict=True):
         assert actual.dtype == poor.dtype
         error, allowed = (np.abs(np.asarray(x, np.float32) - expected).max() for x in (actual, poor))
         assert error <= 2 * allowed + 2**-7 * np.abs(expected).max()

@@ -14,8 +14,8 @@ from tests.fusion.fusion_support import (
     assert_alike,
     assert_as_good_as_written,
     assert_fused,
+    compiled_gradients,
     expected_results,
-    with_gradients,
 )
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 21, 16
@@ -319,7 +319,7 @@ def test_factors_inside_an_einsum(implementation):
     given = arrays(*[(BATCH, TOKENS, HEADS, WIDTH)] * 3, (BATCH, HEADS, TOKENS, TOKENS))
     for function in (gated, decayed):
         assert len(explain(function)(*given).regions) == 1
-        found = with_gradients(fuse(function, implementation=implementation), given)
+        found = compiled_gradients(fuse(function, implementation=implementation), given)
         assert_alike(found, expected_results(function, given), 1e-4)
 
 
@@ -364,4 +364,4 @@ def test_sums_that_are_rounded_to_whole_numbers_stay():
         return weights(query, key) @ value + (total @ value[:, 0])[:, None] + whole
 
     given = arrays(OPERAND, OPERAND, OPERAND)
-    assert_alike(with_gradients(fuse(function, implementation="xla"), given), expected_results(function, given))
+    assert_alike(compiled_gradients(fuse(function, implementation="xla"), given), expected_results(function, given))

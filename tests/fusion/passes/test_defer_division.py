@@ -15,8 +15,8 @@ from tests.fusion.fusion_support import (
     alternated,
     assert_alike,
     assert_as_good_as_written,
+    compiled_gradients,
     expected_results,
-    with_gradients,
 )
 from tests.triton_kernels.plans_support import report_of
 
@@ -171,7 +171,7 @@ def arrays(function, dtype="float32"):
 @pytest.mark.parametrize(("function", "implementation"), alternated(CASES))
 def test_results_are_divided_in_the_place_of_weights(function, implementation):
     given = arrays(function)
-    found = with_gradients(fuse(function, implementation=implementation), given)
+    found = compiled_gradients(fuse(function, implementation=implementation), given)
     assert_alike(found, expected_results(function, given))
 
 

@@ -13,8 +13,8 @@ from tests.fusion.fusion_support import (
     alternated,
     assert_alike,
     assert_as_good_as_written,
+    compiled_gradients,
     expected_results,
-    with_gradients,
 )
 from tests.triton_kernels.plans_support import report_of
 
@@ -152,7 +152,7 @@ def arrays(function, dtype="float32"):
 @pytest.mark.parametrize(("function", "implementation"), alternated(CASES))
 def test_grids_are_one_axis(function, implementation):
     given = arrays(function)
-    found = with_gradients(fuse(function, implementation=implementation), given)
+    found = compiled_gradients(fuse(function, implementation=implementation), given)
     assert_alike(found, expected_results(function, given))
 
 
@@ -220,7 +220,7 @@ def test_kernels_compile(arch):
 def test_sixty_four_bits():
     with jax.enable_x64(True):
         given = [x.astype("float64") for x in arrays(axial_biases)]
-        found = with_gradients(fuse(axial_biases, implementation="xla"), given)
+        found = compiled_gradients(fuse(axial_biases, implementation="xla"), given)
         assert_alike(found, expected_results(axial_biases, given), 1e-12)
 
 

@@ -16,8 +16,8 @@ from tests.fusion.fusion_support import (
     assert_alike,
     assert_as_good_as_written,
     assert_fused,
+    compiled_gradients,
     expected_results,
-    with_gradients,
 )
 from tests.fusion.resident_cases import CASES as RESIDENT
 
@@ -230,7 +230,7 @@ def test_rows_that_finite_numbers_hide(implementation):
 
     with jax.numpy_dtype_promotion("standard"):
         given = arrays(OPERAND, OPERAND, OPERAND)
-        found = with_gradients(fuse(function, implementation=implementation), given)
+        found = compiled_gradients(fuse(function, implementation=implementation), given)
         assert_alike(found, expected_results(function, given), 1e-4)
         assert trace(function, given, {}).log_sums
 

@@ -111,7 +111,7 @@ def with_gradients(function, arguments):
 @pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
 def test_results_and_gradients(name, implementation):
     function, _ = FUNCTIONS[name]
-    found = with_gradients(fuse(function, implementation=implementation), given())
+    found = jax.jit(functools.partial(with_gradients, fuse(function, implementation=implementation)))(given())
     assert_alike(found, with_gradients(function, given()), 1e-4)
 
 
@@ -152,7 +152,7 @@ def test_branches_that_make_masks_are_choices():
     """Masks are functions of places still, and no arrays of pairs."""
     (region,) = explain(chosen)(*given()).regions
     assert "score" not in {leaf.role for leaf in region.leaves}
-    found = with_gradients(fuse(chosen, implementation="xla"), given())
+    found = jax.jit(functools.partial(with_gradients, fuse(chosen, implementation="xla")))(given())
     assert_alike(found, with_gradients(chosen, given()), 1e-4)
 
 
@@ -209,7 +209,7 @@ def test_masks_that_are_made_before_a_loop(implementation):
         return lambda *x: function(*x[:-1], segments, x[-1])
 
     floats = [*operands[:4], operands[-1]]
-    found = with_gradients(fuse(floating(hoisted), implementation=implementation), floats)
+    found = jax.jit(functools.partial(with_gradients, fuse(floating(hoisted), implementation=implementation)))(floats)
     assert_alike(found, with_gradients(floating(hoisted), floats), 1e-4)
 
 
