@@ -29,7 +29,7 @@ def smoke_run(tmp_path_factory):
     folder, console = tmp_path_factory.mktemp("devices"), Console(record=True, width=200)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "SMALL_CASES", ())
-        patch.setattr(devices, "SMALL_SEQUENCE_CASES", (dataclasses.replace(SEQUENCE, tokens=1024),))
+        patch.setattr(devices, "SMALL_SEQUENCE_CASES", (dataclasses.replace(SEQUENCE, tokens=512),))
         bench_devices.smoke_devices(console, folder)
     return console.export_text(), read_rows(folder / "devices_smoke.csv", DeviceTiming)
 

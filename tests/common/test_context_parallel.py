@@ -74,8 +74,12 @@ def assert_shared(attend, arrays, spec, kind, shape, context, *, collectives=Non
         assert set(count_collectives(compiled.as_text())) <= set(collectives)
 
 
+@functools.cache
 def gradients_of(attend, context):
-    """The result and the gradients by three arrays, of a cotangent that depends on the place."""
+    """The result and the gradients by three arrays, of a cotangent that depends on the place.
+
+    Tests share the function, so that JAX compiles it once for one device.
+    """
 
     def compute(query, key, value, *more):
         output, pull_back = jax.vjp(lambda *x: attend(context, *x, *more), query, key, value)
@@ -101,7 +105,8 @@ def test_moba_of_shared_tokens(strategy, kind):
     assert_shared(moba, operands(1), P(None, "model"), kind, (1, 4), context, collectives=moves)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+# One operation at a time is some hundred programs.
+@pytest.mark.parametrize("strategy", ["ulysses", pytest.param("gather", marks=pytest.mark.exhaustive)])
 def test_moba_of_shared_tokens_outside_of_jit_equals_the_compiled_call(strategy):
     """`jax.shard_map` then runs one operation at a time, and refuses derivatives that a compiled program may have."""
     mesh = make_mesh("explicit", (1, 4))
@@ -138,22 +143,25 @@ def test_moba_of_shared_packed_tokens(strategy, kind):
     assert_shared(moba, [*operands(None), OFFSETS], P("model"), kind, (1, 4), context)
 
 
+def moba_of_all_keys(context, *arrays):
+    return moba(context, *arrays, is_causal=False)
+
+
 @pytest.mark.parametrize("strategy", ["ulysses", "gather"])
 def test_moba_that_is_not_causal_of_shared_tokens(strategy):
-    def attend(context, *arrays):
-        return moba(context, *arrays, is_causal=False)
+    assert_shared(
+        moba_of_all_keys, operands(1), P(None, "model"), "explicit", (1, 4), ContextParallel("model", strategy)
+    )
 
-    assert_shared(attend, operands(1), P(None, "model"), "explicit", (1, 4), ContextParallel("model", strategy))
+
+def masked_moba(context, query, key, value, mask):
+    return moba(context, query, key, value, mask=mask)
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("automatic", "gather"), ("explicit", "ulysses")])
 def test_moba_of_shared_tokens_with_a_key_mask(strategy, kind):
     mask = jnp.asarray(np.random.default_rng(1).random((1, TOKENS)) < 0.7)
-
-    def attend(context, query, key, value, mask):
-        return moba(context, query, key, value, mask=mask)
-
-    assert_shared(attend, [*operands(1), mask], P(None, "model"), kind, (1, 4), ContextParallel("model", strategy))
+    assert_shared(masked_moba, [*operands(1), mask], P(None, "model"), kind, (1, 4), ContextParallel("model", strategy))
 
 
 def test_moba_gathers_for_consecutive_queries_where_devices_have_an_odd_number_of_blocks():
@@ -252,11 +260,16 @@ def block_diagonal(context, query, key, value, *more, rotary="none", **options):
     return block_diagonal_attention(query, key, value, *more, rotary=given, context_parallel=context, **options)
 
 
+@functools.cache
+def block_diagonal_with(**options):
+    return functools.partial(block_diagonal, **options)
+
+
 @pytest.mark.parametrize(("kind", "rotary"), [*((kind, "by position") for kind in KINDS), ("explicit", "by token"),
                                               ("explicit", "positions"), ("automatic", "none")])  # fmt: skip
 @pytest.mark.division("tokens", "gradients", operation="block_diagonal")
 def test_block_diagonal_of_tokens_that_are_cut_between_blocks_communicates_nothing(kind, rotary):
-    attend = functools.partial(block_diagonal, rotary=rotary)
+    attend = block_diagonal_with(rotary=rotary)
     context = ContextParallel("model", batch_axes=("data",))
     assert_shared(attend, operands(2), P("data", "model"), kind, (2, 2), context, collectives=())
 
@@ -265,18 +278,21 @@ def test_block_diagonal_of_tokens_that_are_cut_between_blocks_communicates_nothi
     ("kind", "rotary"), [("automatic", "by position"), ("explicit", "by token"), ("explicit", "positions")]
 )
 def test_block_diagonal_of_blocks_that_devices_share(kind, rotary):
-    attend = functools.partial(block_diagonal, rotary=rotary, block_size=TOKENS)
+    attend = block_diagonal_with(rotary=rotary, block_size=TOKENS)
     assert_shared(attend, operands(1), P(None, "model"), kind, (1, 4), ContextParallel("model"))
+
+
+def packed_block_diagonal(context, query, key, value, offsets):
+    return block_diagonal(context, query, key, value, sequence_offsets=offsets, rotary="by position")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_block_diagonal_of_shared_packed_tokens(kind):
-    def attend(context, query, key, value, offsets):
-        return block_diagonal(context, query, key, value, sequence_offsets=offsets, rotary="by position")
-
     context = ContextParallel("model")
     moves = {"collective-permute"}
-    assert_shared(attend, [*operands(None), OFFSETS], P("model"), kind, (1, 4), context, collectives=moves)
+    assert_shared(
+        packed_block_diagonal, [*operands(None), OFFSETS], P("model"), kind, (1, 4), context, collectives=moves
+    )
 
 
 @pytest.mark.parametrize(
@@ -322,13 +338,14 @@ def test_key_convolution_of_shared_tokens_takes_the_few_keys_before(kind):
     assert_shared(convolve_three, arrays, P("data", "model"), kind, (2, 2), context, collectives=moves)
 
 
+def convolve_three_packed(context, *arrays):
+    return convolve_three(context, *arrays[:3], offsets=arrays[3])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_key_convolution_of_shared_packed_tokens(kind):
-    def attend(context, *arrays):
-        return convolve_three(context, *arrays[:3], offsets=arrays[3])
-
     arrays = [*random_arrays(*[(TOKENS, KEY_HEADS, WIDTH)] * 3), OFFSETS]
-    assert_shared(attend, arrays, P("model"), kind, (1, 4), ContextParallel("model"))
+    assert_shared(convolve_three_packed, arrays, P("model"), kind, (1, 4), ContextParallel("model"))
 
 
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])

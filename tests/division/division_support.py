@@ -1,6 +1,7 @@
 """Calls on arrays sharded over four devices, compared with the same calls on one device."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,21 @@ HEAD_AXES = {
     "key_pages": -2, "value_pages": -2, "pages": -2,
 }  # fmt: skip
 """The head axis of each array of `op_calls`, by the array's name."""
+
+
+# One function for all tests of a call, so that JAX compiles it once for one device.
+
+
+@functools.cache
+def results_of(call: OpCall, implementation: str | None) -> Callable[..., Any]:
+    """The results of a call as a function of its arrays."""
+    return call.bound(implementation)
+
+
+@functools.cache
+def gradients_of(call: OpCall, implementation: str | None, *, is_checkpointed: bool = False) -> Callable[..., Any]:
+    """The gradients of a call as a function of its arrays."""
+    return call.gradients(implementation, is_checkpointed=is_checkpointed)
 
 
 def make_mesh(kind: str, shape: tuple[int, int] = (2, 2)) -> Mesh:

@@ -17,8 +17,10 @@ from tests.division.division_support import (
     batch_specs,
     both,
     count_collectives,
+    gradients_of,
     head_specs,
     make_mesh,
+    results_of,
     shard,
 )
 from tests.ops.op_calls import CALLS
@@ -39,9 +41,9 @@ ALONE = [
 ]
 
 
-def computed(call, *, is_checkpointed=False):
+def computed(call):
     """The gradients of a call where it has some, else its results, by the implementation for a CPU."""
-    return call.gradients(None, is_checkpointed=is_checkpointed) if call.differentiated else call.bound(None)
+    return gradients_of(call, None) if call.differentiated else results_of(call, None)
 
 
 @pytest.mark.parametrize(("name", "kind"), [case for case in ALONE if case.values[0] in BATCHED])

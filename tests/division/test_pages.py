@@ -18,6 +18,7 @@ from tests.division.division_support import (
     count_collectives,
     head_specs,
     make_mesh,
+    results_of,
     shard,
 )
 from tests.ops.op_calls import CALLS, HEADS, KEY_HEADS, WIDTH
@@ -41,7 +42,7 @@ def whole_pools(name):
 def test_batch_is_divided(name, implementation, kind):
     call = CALLS[name]
     specs = batch_specs(call, ALL, whole_pools(name))
-    assert_divides(call.bound(implementation), call.arrays(4), specs, kind)
+    assert_divides(results_of(call, implementation), call.arrays(4), specs, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,7 +51,7 @@ def test_batch_is_divided(name, implementation, kind):
 @pytest.mark.division("heads")
 def test_heads_are_divided(name, implementation, kind):
     call = CALLS[name]
-    assert_divides(call.bound(implementation), call.arrays(2), head_specs(call, "model"), kind)
+    assert_divides(results_of(call, implementation), call.arrays(2), head_specs(call, "model"), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,14 +61,14 @@ def test_heads_are_divided(name, implementation, kind):
 def test_batch_and_heads_are_divided(name, implementation, kind):
     call = CALLS[name]
     specs = both(batch_specs(call, "data", whole_pools(name)), head_specs(call, "model"))
-    assert_divides(call.bound(implementation), call.arrays(2), specs, kind)
+    assert_divides(results_of(call, implementation), call.arrays(2), specs, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", EVERY)
 def test_heads_of_pages_divide_a_call_whose_other_arrays_are_on_all_devices(name, kind):
     call = CALLS[name]
-    found = assert_divides(call.bound(None), call.arrays(2), head_specs(call, "model", POOLS), kind)
+    found = assert_divides(results_of(call, None), call.arrays(2), head_specs(call, "model", POOLS), kind)
     # Results stay where heads are.
     axis = 2 if "packed" not in name or name.startswith("append") else 1
     assert found[0].sharding.spec[axis] == "model"
@@ -81,7 +82,7 @@ def test_query_heads_are_divided_among_more_devices_than_there_are_key_heads(nam
     call = CALLS[name]
     specs = head_specs(call, ALL, ("query",))
     specs |= head_specs(call, "data", POOLS) if sharded_pools else {}
-    assert_divides(call.bound(None), call.arrays(2), specs, kind)
+    assert_divides(results_of(call, None), call.arrays(2), specs, kind)
 
 
 def test_query_heads_are_divided_by_one_axis_of_more_devices_than_there_are_key_heads():

@@ -10,7 +10,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import Rotary, fused_qkv_block_attention, key_convolution, merge_attention_states
-from tests.division.division_support import KINDS, assert_divides, count_collectives, make_mesh, shard
+from tests.division.division_support import (
+    KINDS,
+    assert_divides,
+    count_collectives,
+    gradients_of,
+    make_mesh,
+    results_of,
+    shard,
+)
 from tests.ops.op_calls import CALLS
 
 ALL = ("data", "model")
@@ -39,16 +47,16 @@ def test_key_convolution_is_divided(case, kind, implementation):
     specs = {"key": key, "weights": weights}
     if case == "heads of keys alone" and kind == "explicit":
         sums = {"all-gather": 1}  # the gradient of the weights is where the weights are, on all devices
-    assert_divides(call.bound(implementation), call.arrays(4), specs, kind)
-    assert_divides(call.gradients(implementation), call.arrays(4), specs, kind, sums)
-    assert_divides(call.gradients(implementation, is_checkpointed=True), call.arrays(4), specs, kind, sums)
+    assert_divides(results_of(call, implementation), call.arrays(4), specs, kind)
+    assert_divides(gradients_of(call, implementation), call.arrays(4), specs, kind, sums)
+    assert_divides(gradients_of(call, implementation, is_checkpointed=True), call.arrays(4), specs, kind, sums)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_key_convolution_is_divided_by_heads(kind):
     call = CALLS["key_convolution, offsets"]
     specs = {"key": P(None, "data", "model"), "weights": P(None, "data", "model")}
-    assert_divides(call.gradients(None), call.arrays(4), specs, kind)
+    assert_divides(gradients_of(call, None), call.arrays(4), specs, kind)
 
 
 @pytest.mark.parametrize("name", ["key_convolution", "key_convolution, offsets"])
@@ -57,7 +65,7 @@ def test_reference_of_key_convolution_is_divided_on_an_explicit_mesh(name):
     heads = {"key": P(None, "data", "model"), "weights": P(None, "data", "model")}
     specs = heads if "offsets" in name else {"key": P("data", None, "model"), "weights": P(None, "model")}
     sums = {} if "offsets" in name else SUM
-    assert_divides(call.gradients("reference"), call.arrays(4), specs, "explicit", sums)
+    assert_divides(gradients_of(call, "reference"), call.arrays(4), specs, "explicit", sums)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,9 +165,9 @@ def test_interpreter_on_an_automatic_mesh_is_refused():
 @pytest.mark.division("batch", "gradients", "checkpoint", operation="fused_qkv")
 def test_batch_of_fused_projection_is_divided(axes, kind, implementation):
     call, specs = CALLS["fused_qkv"], {"x": P(axes)}
-    assert_divides(call.bound(implementation), call.arrays(4), specs, kind)
-    assert_divides(call.gradients(implementation), call.arrays(4), specs, kind, SUM)
-    assert_divides(call.gradients(implementation, is_checkpointed=True), call.arrays(4), specs, kind, SUM)
+    assert_divides(results_of(call, implementation), call.arrays(4), specs, kind)
+    assert_divides(gradients_of(call, implementation), call.arrays(4), specs, kind, SUM)
+    assert_divides(gradients_of(call, implementation, is_checkpointed=True), call.arrays(4), specs, kind, SUM)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,7 +239,7 @@ def test_packed_fused_projection_on_an_explicit_mesh_gathers_tokens_with_a_warni
 
 def test_reference_of_fused_projection_is_divided_on_an_explicit_mesh():
     call = CALLS["fused_qkv"]
-    assert_divides(call.gradients("reference"), call.arrays(4), {"x": P(ALL)}, "explicit", SUM)
+    assert_divides(gradients_of(call, "reference"), call.arrays(4), {"x": P(ALL)}, "explicit", SUM)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -270,8 +278,8 @@ MERGED = {
 def test_merged_states_are_divided(case, kind):
     call, (outputs, log_sums) = CALLS["merge"], MERGED[case]
     specs = {"outputs": outputs, "log_sums": log_sums}
-    assert_divides(call.bound(None), call.arrays(4), specs, kind)
-    assert_divides(call.gradients(None), call.arrays(4), specs, kind)
+    assert_divides(results_of(call, None), call.arrays(4), specs, kind)
+    assert_divides(gradients_of(call, None), call.arrays(4), specs, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,8 +287,8 @@ def test_merged_states_are_divided(case, kind):
 def test_elements_of_merged_outputs_are_divided(spec, kind):
     """The gradient of a log-sum-exp is a sum over elements."""
     call, specs = CALLS["merge"], {"outputs": spec, "log_sums": P(*spec[:-1])}
-    assert_divides(call.bound(None), call.arrays(4), specs, kind)
-    assert_divides(call.gradients(None), call.arrays(4), specs, kind, SUM)
+    assert_divides(results_of(call, None), call.arrays(4), specs, kind)
+    assert_divides(gradients_of(call, None), call.arrays(4), specs, kind, SUM)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -65,10 +65,13 @@ def test_both_train_alike_on_a_gpu(tmp_path):
     assert float(re.search(r"([\d.]+) bits per byte", text)[1]) < 3.5
 
 
-def test_wrong_option_is_refused():
-    done = run("moba_language_model", "--steps", "0")
-    assert done.returncode == 2
-    assert "must be at least 1, got 0" in done.stderr
+def test_wrong_option_is_refused(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import moba_language_model
+
+    with pytest.raises(SystemExit, match="2"):
+        moba_language_model.main(["--steps", "0"])
+    assert "must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_text_is_real(monkeypatch):

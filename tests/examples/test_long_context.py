@@ -124,6 +124,7 @@ def test_checkpoint_of_other_settings_is_refused(example, settings, trained):
 
 def test_dense_attention_of_four_devices_has_the_loss_of_one(example, settings):
     """The same parameters, and other losses than MoBA's."""
+    settings = dataclasses.replace(settings, layers=1)
     losses = {}
     for name, count in (("dense", 1), ("dense", 4), ("moba", 1)):
         trainer = example.train.Trainer(settings, example.model.Placement.over(jax.devices()[:count]), name)

@@ -39,7 +39,7 @@ def is_exported(name, implementation):
 def test_export_of_any_batch_computes_what_the_operation_does(name, implementation):
     call = CALLS[name]
     exported = exported_call(call, call.bound(implementation), symbol())
-    for size in (1, 3):
+    for size in (1, 3) if implementation is None else (3,):
         assert_agrees(exported, name, size)
 
 
@@ -52,7 +52,14 @@ def test_export_of_a_bounded_batch_computes_what_the_operation_does(name):
     assert_agrees(exported_call(call, call.bound(None), symbol("b<=1024")), name, 3)
 
 
-@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.differentiated])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if "," in name else [])
+        for name, call in CALLS.items()
+        if call.differentiated
+    ],
+)
 def test_export_of_gradients_for_any_batch_computes_them(name):
     call = CALLS[name]
     assert_agrees(exported_call(call, call.gradients(None), symbol()), name, 3, is_gradient=True)
@@ -93,7 +100,7 @@ def test_export_of_any_number_of_tokens_computes_what_the_operation_does(name, i
     arrays = call.arrays(2)
     types = {name: jax.ShapeDtypeStruct(resized(x, tokens), x.dtype) for name, x in arrays.items()}
     exported = export.export(jax.jit(function))(**types)
-    for count in (2, 40, 61):
+    for count in (2, 61):
         given = {name: jnp.resize(x, resized(x, count)) for name, x in arrays.items()}
         for one, other in zip(
             jax.tree.leaves(exported.call(**given)), jax.tree.leaves(jax.jit(function)(**given)), strict=True

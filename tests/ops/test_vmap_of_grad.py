@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import explain, fuse
+from tests.fusion.fusion_support import alternated
 from tests.support import compiled_quickly
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -105,9 +107,7 @@ def test_an_operand_that_is_not_mapped(place):
     assert_maps(biased, tuple(None if i == place else 0 for i in range(len(SHAPES[biased]))), "xla")
 
 
-@BOTH
-@pytest.mark.parametrize("first", [0, None])
-@pytest.mark.parametrize("function", SHAPES, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(("function", "first", "implementation"), alternated(itertools.product(SHAPES, [0, None])))
 def test_operands_that_are_not_mapped(function, first, implementation):
     """Every other operand, and then the others."""
     axes = (first, None if first == 0 else 0) * len(SHAPES[function])

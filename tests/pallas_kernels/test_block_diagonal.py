@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from blockdiag.common.rotary_problem import RotaryProblem
@@ -88,8 +89,9 @@ def expected(problem: BlockDiagonalProblem, arrays: tuple[jax.Array, ...]) -> li
 def assert_close(results: list[jax.Array], wanted: list[jax.Array], tolerance: float) -> None:
     for name, result, want in zip(("output", "dq", "dk", "dv"), results, wanted, strict=True):
         assert result.shape == want.shape
-        error = jnp.abs(result.astype(jnp.float32) - want).max()
-        assert error <= tolerance * jnp.abs(want).max(), f"{name}: {error}"
+        # In NumPy, which compiles nothing.
+        error = np.abs(np.asarray(result, np.float32) - want).max()
+        assert error <= tolerance * np.abs(want).max(), f"{name}: {error}"
 
 
 SUPPORTED = {
@@ -185,7 +187,7 @@ def test_results_do_not_depend_on_the_schedule(consumers, key_stages, query_stag
 
 
 def test_a_second_run_gives_the_same_bits():
-    problem = SUPPORTED["grouped"]
+    problem = SUPPORTED["plain"]
     arrays = make_arrays(problem)
     first, second = (run(block_diagonal, problem, arrays, interpret=True) for _ in range(2))
     for one, other in zip(first, second, strict=True):

@@ -200,11 +200,11 @@ def check_fuse_rounding(strategy: str, implementation: str, most: float) -> None
     shared = fuse(biased, implementation=implementation, context_parallel=context, token_axes=axes[1:])
     summed = (3,) if strategy == "ulysses" else (1, 2)
     found = gradients(shared, *parts)
-    for i in summed:
-        x, one, wanted, axis = found[i], of_one[i], exact[i], axes[1 + i]
+    for i, (x, one, wanted, axis) in enumerate(zip(found, of_one, exact, axes[1:], strict=True)):
         assert x.dtype == torch.bfloat16
         error, error_of_one = ((y.double() - wanted).norm().item() for y in (gather_whole(context, x, axis), one))
-        assert error <= most * error_of_one, (error, error_of_one, wanted.shape)
+        # The others are those of one process but for the order of sums.
+        assert error <= (most if i in summed else max(most, 1.05)) * error_of_one, (i, error, error_of_one)
 
 
 def check_fuse_refusals() -> None:

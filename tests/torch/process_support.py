@@ -8,9 +8,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+WORKERS = ("context_worker", "context_fuse_worker", "division_worker", "moba_sharding_worker", "sharding_worker")
+"""Modules of this package with checks that run in several processes."""
 
 
 @contextlib.contextmanager
@@ -19,7 +23,10 @@ def several_processes(folder: Path, count: int, device: str = "cpu") -> Iterator
 
     It raises the error of a failed process.
     """
-    context = multiprocessing.get_context("spawn")
+    # A server imports torch and JAX once, for all processes that it forks; a GPU's libraries may not be forked.
+    context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    if device == "cpu":
+        context.set_forkserver_preload([f"{__package__}.{name}" for name in WORKERS])
     pipes = [context.Pipe() for _ in range(count)]
     processes = [
         context.Process(target=_serve, args=(rank, count, str(folder / "file"), theirs, device), daemon=True)

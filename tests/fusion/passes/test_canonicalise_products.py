@@ -9,12 +9,13 @@ import pytest
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
 from tests.fusion.fusion_support import (
+    alternated,
     arrays,
     assert_alike,
     assert_as_good_as_written,
     assert_fused,
+    compiled_gradients,
     expected_results,
-    with_gradients,
 )
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 21, 16
@@ -158,8 +159,7 @@ def pairs_outside(function, given):
     return [x.primitive.name for x in made if sum(size >= TOKENS for size in x.outvars[0].aval.shape) > 1]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
 def test_results_and_gradients(name, implementation):
     function, *shapes = FUNCTIONS[name]
     given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
@@ -291,13 +291,14 @@ def averaged_heads(query, key, value):
 LEADS = [(2, 2), (1, 2), (2, 1), (1, 1), (1,)]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize(
-    ("function", "lead"),
-    [
-        *itertools.product((squared_relu, masked_again), LEADS),
-        *itertools.product((averaged_heads,), LEADS[:-1]),
-    ],
+    ("function", "lead", "implementation"),
+    alternated(
+        [
+            *itertools.product((squared_relu, masked_again), LEADS),
+            *itertools.product((averaged_heads,), LEADS[:-1]),
+        ]
+    ),
 )
 def test_weights_that_are_divided_or_averaged_with_axes_of_one(function, lead, implementation):
     given = arrays(*[(*lead, TOKENS, WIDTH)] * 3)
@@ -318,7 +319,7 @@ def test_factors_inside_an_einsum(implementation):
     given = arrays(*[(BATCH, TOKENS, HEADS, WIDTH)] * 3, (BATCH, HEADS, TOKENS, TOKENS))
     for function in (gated, decayed):
         assert len(explain(function)(*given).regions) == 1
-        found = with_gradients(fuse(function, implementation=implementation), given)
+        found = compiled_gradients(fuse(function, implementation=implementation), given)
         assert_alike(found, expected_results(function, given), 1e-4)
 
 
@@ -363,4 +364,4 @@ def test_sums_that_are_rounded_to_whole_numbers_stay():
         return weights(query, key) @ value + (total @ value[:, 0])[:, None] + whole
 
     given = arrays(OPERAND, OPERAND, OPERAND)
-    assert_alike(with_gradients(fuse(function, implementation="xla"), given), expected_results(function, given))
+    assert_alike(compiled_gradients(fuse(function, implementation="xla"), given), expected_results(function, given))

@@ -11,7 +11,13 @@ from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion.codegen.test_plans import launches_of
-from tests.fusion.fusion_support import assert_alike, assert_as_good_as_written, expected_results, with_gradients
+from tests.fusion.fusion_support import (
+    alternated,
+    assert_alike,
+    assert_as_good_as_written,
+    compiled_gradients,
+    expected_results,
+)
 from tests.triton_kernels.plans_support import report_of
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 33, 16
@@ -162,11 +168,10 @@ def arrays(function, dtype="float32"):
     return given
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("function", CASES)
+@pytest.mark.parametrize(("function", "implementation"), alternated(CASES))
 def test_results_are_divided_in_the_place_of_weights(function, implementation):
     given = arrays(function)
-    found = with_gradients(fuse(function, implementation=implementation), given)
+    found = compiled_gradients(fuse(function, implementation=implementation), given)
     assert_alike(found, expected_results(function, given))
 
 

@@ -7,7 +7,14 @@ import pytest
 
 from blockdiag import explain, fuse
 from blockdiag.fusion.api import trace
-from tests.fusion.fusion_support import arrays, assert_alike, assert_fused, expected_results, with_gradients
+from tests.fusion.fusion_support import (
+    alternated,
+    arrays,
+    assert_alike,
+    assert_fused,
+    compiled_gradients,
+    expected_results,
+)
 
 BATCH, HEADS, TOKENS, LONGEST, WIDTH = 2, 2, 40, 64, 16
 OPERAND = (BATCH, HEADS, TOKENS, WIDTH)
@@ -138,7 +145,7 @@ def test_masks_of_arguments(name):
 @pytest.mark.parametrize("name", ["corner of a longer one", "blocks", "rolled", "tiled", "Kronecker product"])
 def test_kernels(name):
     function, given = masked(MASKS[name]), arrays(OPERAND, OPERAND, OPERAND)
-    found = with_gradients(fuse(function, implementation="triton"), given)
+    found = compiled_gradients(fuse(function, implementation="triton"), given)
     assert_alike(found, expected_results(function, given))
 
 
@@ -236,7 +243,7 @@ def test_what_is_not_chosen_has_no_part_in_gradients(make, implementation):
     with jax.numpy_dtype_promotion("standard"):
         given = [*arrays(OPERAND, OPERAND, OPERAND), jnp.float32(0.5)]
         assert not pairs_of(function, given)
-        found = with_gradients(fuse(function, implementation=implementation), given)
+        found = compiled_gradients(fuse(function, implementation=implementation), given)
         assert_alike(found, expected_results(function, given), 1e-4)
 
 
@@ -280,8 +287,7 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize(("name", "implementation"), alternated(CUT))
 def test_tables_of_distances_that_are_cut(name, implementation):
     """A bias that a table has for each distance, cut after it was read, as a step of decoding does."""
 

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, fuse
-from tests.fusion.fusion_support import assert_alike, assert_fused, expected_results, with_gradients
+from tests.fusion.fusion_support import (
+    alternated,
+    assert_alike,
+    assert_fused,
+    compiled_gradients,
+    expected_results,
+)
 
 TOKENS, WIDTH = 21, 16
 SEEN = np.tril(np.ones((1, TOKENS, TOKENS), bool))
@@ -54,7 +60,7 @@ def test_guards(powers, hidden):
     given = operands()
     for guard, is_late in itertools.product(GUARDS, (False, True)):
         function = by_hand(powers, guard, hidden, is_late)
-        found = with_gradients(fuse(function, implementation="xla"), given)
+        found = compiled_gradients(fuse(function, implementation="xla"), given)
         assert_alike(found, expected_results(function, given))
 
 
@@ -62,7 +68,7 @@ def test_guards(powers, hidden):
 def test_kernels(powers):
     given = operands((1,))
     function = by_hand(powers, "epsilon", -np.inf, is_late=True)
-    found = with_gradients(fuse(function, implementation="triton"), given)
+    found = compiled_gradients(fuse(function, implementation="triton"), given)
     assert_alike(found, expected_results(function, given))
 
 
@@ -83,7 +89,7 @@ def test_heads_that_become_one_axis_before():
     shapes = [(2, TOKENS, 2, 2, WIDTH), (2, TOKENS, 2, WIDTH), (2, TOKENS, 2, WIDTH)]
     given = [jnp.asarray(draw.normal(size=shape) / 2, jnp.float32) for shape in shapes]
     function = grouped((0, 3, 1, 2, 4))
-    assert_alike(with_gradients(fuse(function, implementation="xla"), given), expected_results(function, given))
+    assert_alike(compiled_gradients(fuse(function, implementation="xla"), given), expected_results(function, given))
     with pytest.raises(NotFusible):
         fuse(grouped((0, 3, 2, 1, 4)))(*given)
 
@@ -96,7 +102,7 @@ def test_a_sink_in_the_sum():
         return (power @ value) / (power.sum(-1, keepdims=True) + jnp.exp(sink[:, None, None] - largest))
 
     given = [*operands(), jnp.asarray([0.3, -1.0, 2.0])]
-    assert_alike(with_gradients(fuse(function, implementation="xla"), given), expected_results(function, given))
+    assert_alike(compiled_gradients(fuse(function, implementation="xla"), given), expected_results(function, given))
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -113,7 +119,7 @@ def test_exponentials_of_base_2(is_late, has_sink):
 
     given = [*operands(), jnp.asarray([0.3, -1.0, 2.0])]
     for implementation in ("xla", "triton"):
-        found = with_gradients(fuse(function, implementation=implementation), given)
+        found = compiled_gradients(fuse(function, implementation=implementation), given)
         assert_alike(found, expected_results(function, given))
 
 
@@ -202,7 +208,7 @@ def twice(query, key, value):
 
 def test_a_product_that_is_returned_too():
     given = operands()
-    assert_alike(with_gradients(fuse(twice, implementation="xla"), given), expected_results(twice, given))
+    assert_alike(compiled_gradients(fuse(twice, implementation="xla"), given), expected_results(twice, given))
 
 
 APART = np.abs(np.arange(TOKENS)[:, None] - np.arange(TOKENS)).astype(np.float32)
@@ -216,9 +222,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "is_late", "implementation"), alternated(itertools.product(CHANGES, [False, True])))
 def test_changed_before_the_division(change, is_late, implementation):
     """The sum is that of the exponentials before, as where weights are dropped."""
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from blockdiag import explain, fuse
 from blockdiag.fusion.api import trace
+from tests.fusion.fusion_support import alternated
 from tests.support import compiled_quickly
 
 BOTH = pytest.mark.parametrize("implementation", ["xla", "triton"])
@@ -161,8 +162,7 @@ def check(function: Callable[..., Any], implementation: str) -> None:
         np.testing.assert_allclose(one, true, rtol=0, atol=2e-5 * max(1.0, np.abs(true).max()))
 
 
-@pytest.mark.parametrize("function", JOINED, ids=lambda x: x.__name__)
-@BOTH
+@pytest.mark.parametrize(("function", "implementation"), alternated(JOINED))
 def test_products_of_the_same_weights_are_one_region(function, implementation):
     assert len(regions_of(function)) == JOINED[function]
     check(function, implementation)

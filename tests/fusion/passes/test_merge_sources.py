@@ -9,7 +9,14 @@ import pytest
 
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
-from tests.fusion.fusion_support import arrays, assert_alike, assert_as_good_as_written, assert_fused, with_gradients
+from tests.fusion.fusion_support import (
+    alternated,
+    arrays,
+    assert_alike,
+    assert_as_good_as_written,
+    assert_fused,
+    with_gradients,
+)
 
 BATCH, HEADS, TOKENS, MEMORIES, WIDTH = 2, 3, 33, 20, 16
 OPERAND, MEMORY = (BATCH, HEADS, TOKENS, WIDTH), (BATCH, HEADS, MEMORIES, WIDTH)
@@ -88,8 +95,7 @@ def given_for(name):
     return function, arrays(OPERAND, OPERAND, OPERAND, MEMORY, MEMORY, *shapes)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
 def test_results_and_gradients(name, implementation):
     function, given = given_for(name)
     assert_fused(function, given, implementation)

@@ -9,7 +9,12 @@ from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion.codegen.test_plans import launches_of
-from tests.fusion.fusion_support import assert_alike, expected_results, with_gradients
+from tests.fusion.fusion_support import (
+    alternated,
+    assert_alike,
+    compiled_gradients,
+    expected_results,
+)
 from tests.triton_kernels.plans_support import report_of
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 37, 3, 16
@@ -73,11 +78,10 @@ def arrays(function):
     return [jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in CASES[function]]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("function", CASES)
+@pytest.mark.parametrize(("function", "implementation"), alternated(CASES))
 def test_a_query_without_an_axis_is_one_query(function, implementation):
     given = arrays(function)
-    found = with_gradients(fuse(function, implementation=implementation), given)
+    found = compiled_gradients(fuse(function, implementation=implementation), given)
     assert_alike(found, expected_results(function, given))
 
 

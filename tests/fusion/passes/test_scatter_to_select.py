@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
-from tests.fusion.fusion_support import arrays, assert_fused
+from tests.fusion.fusion_support import alternated, arrays, assert_fused
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 70, 16
 SHAPE = (BATCH, HEADS, TOKENS, WIDTH)
@@ -69,8 +69,7 @@ def given(function):
     return [*arrays(SHAPE, SHAPE, SHAPE), *extra]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(("function", "implementation"), alternated(FUNCTIONS))
 def test_results_and_gradients(function, implementation):
     assert_fused(function, given(function), implementation)
 

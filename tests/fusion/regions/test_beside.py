@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
-from tests.fusion.fusion_support import arrays, assert_alike, assert_fused
+from tests.fusion.fusion_support import alternated, arrays, assert_alike, assert_fused
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 35, 16
 OPERAND, INDEX = (BATCH, HEADS, TOKENS, WIDTH), (BATCH, TOKENS, 8)
@@ -81,8 +81,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
 def test_results_and_gradients(name, implementation):
     function, _, *shapes = FUNCTIONS[name]
     given = arrays(OPERAND, OPERAND, OPERAND, *shapes)

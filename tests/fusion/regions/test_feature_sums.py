@@ -14,7 +14,14 @@ from blockdiag.fusion.regions.feature_sums import sum_of_features
 from blockdiag.fusion.regions.match import find_regions
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion.codegen.test_plans import launches_of
-from tests.fusion.fusion_support import arrays, assert_alike, assert_fused, with_gradients
+from tests.fusion.fusion_support import (
+    alternated,
+    arrays,
+    assert_alike,
+    assert_fused,
+    compiled_gradients,
+    with_gradients,
+)
 from tests.triton_kernels.plans_support import report_of
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 37, 35, 2, 12
@@ -127,8 +134,7 @@ def region_of(function, given):
     return region
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "implementation"), alternated(FORMS))
 def test_results_and_gradients(form, implementation):
     given = arrays(*OPERANDS)
     region = region_of(FORMS[form], given)
@@ -153,7 +159,7 @@ def test_half_precision():
     exact = with_gradients(additive, wide)
     naive = with_gradients(additive, given)
     for implementation in ("xla", "triton"):
-        found = with_gradients(fuse(additive, implementation=implementation), given)
+        found = compiled_gradients(fuse(additive, implementation=implementation), given)
         for own, plain, true in zip(*map(jax.tree.leaves, (found, naive, exact)), strict=True):
             error, other = (np.abs(np.asarray(x, np.float32) - np.asarray(true)).max() for x in (own, plain))
             assert error <= 2 * other + 2 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(true).max()

@@ -9,7 +9,13 @@ from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion.codegen.test_plans import launches_of
-from tests.fusion.fusion_support import assert_alike, assert_as_good_as_written, expected_results, with_gradients
+from tests.fusion.fusion_support import (
+    alternated,
+    assert_alike,
+    assert_as_good_as_written,
+    compiled_gradients,
+    expected_results,
+)
 from tests.triton_kernels.plans_support import report_of
 
 BATCH, HEADS, HIGH, WIDE, WIDTH = 2, 2, 5, 7, 16
@@ -143,11 +149,10 @@ def arrays(function, dtype="float32"):
     return [jnp.asarray(generator.normal(size=shape), dtype) for shape in CASES[function]]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("function", CASES)
+@pytest.mark.parametrize(("function", "implementation"), alternated(CASES))
 def test_grids_are_one_axis(function, implementation):
     given = arrays(function)
-    found = with_gradients(fuse(function, implementation=implementation), given)
+    found = compiled_gradients(fuse(function, implementation=implementation), given)
     assert_alike(found, expected_results(function, given))
 
 
@@ -215,7 +220,7 @@ def test_kernels_compile(arch):
 def test_sixty_four_bits():
     with jax.enable_x64(True):
         given = [x.astype("float64") for x in arrays(axial_biases)]
-        found = with_gradients(fuse(axial_biases, implementation="xla"), given)
+        found = compiled_gradients(fuse(axial_biases, implementation="xla"), given)
         assert_alike(found, expected_results(axial_biases, given), 1e-12)
 
 

@@ -11,12 +11,13 @@ from blockdiag.fusion.api import trace
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion.fusion_support import (
+    alternated,
     arrays,
     assert_alike,
     assert_as_good_as_written,
     assert_fused,
+    compiled_gradients,
     expected_results,
-    with_gradients,
 )
 from tests.fusion.resident_cases import CASES as RESIDENT
 
@@ -129,8 +130,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
 def test_results_and_gradients(name, implementation):
     function, *shapes = FUNCTIONS[name]
     given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
@@ -230,7 +230,7 @@ def test_rows_that_finite_numbers_hide(implementation):
 
     with jax.numpy_dtype_promotion("standard"):
         given = arrays(OPERAND, OPERAND, OPERAND)
-        found = with_gradients(fuse(function, implementation=implementation), given)
+        found = compiled_gradients(fuse(function, implementation=implementation), given)
         assert_alike(found, expected_results(function, given), 1e-4)
         assert trace(function, given, {}).log_sums
 

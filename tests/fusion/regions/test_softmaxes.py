@@ -1,5 +1,6 @@
 """Ways to write a softmax: those that are one, with its gradients, and those that look like one."""
 
+import functools
 import math
 
 import jax
@@ -139,7 +140,7 @@ def with_gradients(function, arrays):
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmaxes_are_found(name, arrays):
     function = attention_of(SOFTMAXES[name])
-    found = with_gradients(fuse(function, implementation="xla"), arrays)
+    found = jax.jit(functools.partial(with_gradients, fuse(function, implementation="xla")))(arrays)
     for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6)
 
@@ -156,7 +157,7 @@ def test_hidden_rows_of_scores_without_a_product(exponential, factor, arrays):
         weights = over_sum(exponential((scores - largest(scores)) * factor))
         return jnp.einsum("bts,bsnh->btnh", weights, value)
 
-    found = with_gradients(fuse(function, implementation="xla"), arrays)
+    found = jax.jit(functools.partial(with_gradients, fuse(function, implementation="xla")))(arrays)
     assert jnp.array_equal(found[0], jnp.where(is_seen[None, :, None, None], found[0], 0.0))
     seen = (query[:, is_seen], key, value)
     cotangent = jnp.cos(jnp.arange(query.size, dtype=jnp.float32)).reshape(query.shape)[:, is_seen]
@@ -260,7 +261,7 @@ GUARDED = {
 @pytest.mark.parametrize("name", GUARDED)
 def test_rows_that_see_no_key_may_be_guarded(name, arrays):
     function = attention_of(GUARDED[name])
-    found = with_gradients(fuse(function, implementation="xla"), arrays)
+    found = jax.jit(functools.partial(with_gradients, fuse(function, implementation="xla")))(arrays)
     for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=4e-6)
     assert not np.any(found[0][:, 2])
@@ -269,7 +270,7 @@ def test_rows_that_see_no_key_may_be_guarded(name, arrays):
 @pytest.mark.parametrize("name", ["a least sum", "a choice of quotients"])
 def test_guards_in_kernels(name, arrays):
     function = attention_of(GUARDED[name])
-    found = with_gradients(fuse(function, implementation="triton"), arrays)
+    found = jax.jit(functools.partial(with_gradients, fuse(function, implementation="triton")))(arrays)
     for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=4e-6)
 

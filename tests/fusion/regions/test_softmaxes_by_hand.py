@@ -12,7 +12,10 @@ from tests.fusion.fusion_support import assert_alike, with_gradients
 from tests.support import compiled_quickly
 
 BATCH, HEADS, QUERIES, KEYS, WIDTH = 2, 2, 6, 7, 4
-SEEDS = range(48)
+SEEDS = [
+    pytest.param(range(20), id="some"),
+    pytest.param(range(20, 48), id="others", marks=pytest.mark.exhaustive),
+]
 FEWEST_FUSED = 0.35
 """Of the seeds: most changes leave no softmax."""
 # Of one softmax: each choice is this one with a probability of two thirds.
@@ -152,9 +155,10 @@ def results(function, floats):
     return compiled_quickly(lambda *given: with_gradients(function, given))(*floats)
 
 
-def test_what_is_fused_is_right():
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_what_is_fused_is_right(seeds):
     fused = []
-    for seed in SEEDS:
+    for seed in seeds:
         chosen, (floats, masks) = choices(seed), operands(seed)
         function = attention(chosen, masks)
         try:
@@ -164,10 +168,10 @@ def test_what_is_fused_is_right():
         fused.append(seed)
         expected = results(function, floats)
         if all(jnp.isfinite(x).all() for x in expected):
-            scale = max(float(jnp.abs(x).max()) for x in expected)
+            scale = max(float(np.abs(x).max()) for x in expected)
             for one, other in zip(found, expected, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * scale, err_msg=str(chosen))
-    assert len(fused) >= FEWEST_FUSED * len(SEEDS)
+    assert len(fused) >= FEWEST_FUSED * len(seeds)
 
 
 def test_nothing_changed():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -92,8 +93,12 @@ def everything(query, key, value):
     return attend(query, key, value, lambda row, column: row + column >= 0)
 
 
+@functools.cache
 def gradients_of(function, count):
-    """The result and the gradients by the first arrays, of a cotangent that depends on the place."""
+    """The result and the gradients by the first arrays, of a cotangent that depends on the place.
+
+    Tests share the function, so that JAX compiles it once for one device.
+    """
 
     def compute(*arrays):
         output, pull_back = jax.vjp(lambda *some: function(*some, *arrays[count:]), *arrays[:count])
