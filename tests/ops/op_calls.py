@@ -334,8 +334,8 @@ def mark_covered(cases: Iterable[tuple[str, str | None]]) -> list[Any]:
     """Return test parameters for these pairs; those covered by others are marked `exhaustive`.
 
     Without the marked ones, every operation still runs with every implementation. Every variant of an operation (a name
-    with a comma, such as "moba, offsets") runs with the default implementation, which is "xla" on a CPU, and with kernels. Errors of a variant
-    with one of `COMPILED` under the tested transformation are left to `./do test-all`.
+    with a comma, such as "moba, offsets") runs with the default implementation, which is "xla" on a CPU, and with
+    kernels. Errors of a variant with one of `COMPILED` under the tested transformation are left to `./do test-all`.
     """
 
     def is_covered(name: str, implementation: str | None) -> bool:
