@@ -48,7 +48,8 @@ def written_kernels():
     return {
         name
         for name, x in functions.items()
-        if any(argument.startswith("p_") for argument in x.arg_names) and not re.search(rf"\b{name}[(,]", uses)
+        if any(argument.startswith("p_") or argument == "arrays" for argument in x.arg_names)
+        and not re.search(rf"\b{name}[(,]", uses)
     }
 
 
