@@ -219,7 +219,7 @@ def _is_handed_over(accesses: Sequence[Access], line_of: Lines) -> bool:
 
 def _is_one_store(accesses: Sequence[Access], line_of: Lines) -> bool:
     """One instruction with itself, where sums of products are stored."""
-    stores = r"^tl\.store\((?:p_delta|p_part|p_out) \+"
+    stores = r"^tl\.store\((?:p_delta|p_part|arrays\.part|p_out) \+"
     return (
         len(accesses) > 1
         and len({x.offset for x in accesses}) == 1
@@ -230,7 +230,7 @@ def _is_one_store(accesses: Sequence[Access], line_of: Lines) -> bool:
 
 def _is_of_parts(accesses: Sequence[Access], line_of: Lines) -> bool:
     """A load of parts, and not of their sums."""
-    return all(_has_text(x, line_of, r"^b_part = tl\.load\(p_part \+") for x in accesses)
+    return all(_has_text(x, line_of, r"^b_part = tl\.load\(arrays\.part \+") for x in accesses)
 
 
 _RACE = r"Error: Race reported between (?:Read|Write) access"
