@@ -188,7 +188,7 @@ SUM = "void at::native::reduce_kernel<(int)128, (int)4, at::native::ReduceOp<c10
 HOPPER = "hopper_backward.py"
 BEGIN = line_with(HOPPER, "def moba_hopper_backward(")
 WORK = line_with(HOPPER, "b_dk, b_dv = gl.warp_specialize(")
-END = line_with(HOPPER, "store_key_tile(d_value, b_dv.to(dtype), p_mask")
+END = line_with(HOPPER, "store_key_tile(arrays.d_value, b_dv.to(dtype), arrays.mask")
 CHUNKED = line_with("chunked.py", "tl.store(p_delta + o_statistics, b_delta")
 PARTS = line_with("attention.py", "b_part = tl.load(arrays.part +")
 RESIDENT = "<blockdiag.fuse fused_rows_and_pairs_resident b55bb522ef055e4a>"
