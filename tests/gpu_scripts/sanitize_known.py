@@ -221,7 +221,7 @@ def _is_handed_over(accesses: Sequence[Access], line_of: Lines) -> bool:
 
 def _is_one_store(accesses: Sequence[Access], line_of: Lines) -> bool:
     """Return whether one instruction, which stores sums of products, races with itself."""
-    stores = r"^tl\.store\((?:p_delta|p_part|p_out) \+"
+    stores = r"^tl\.store\((?:p_delta|p_part|arrays\.part|p_out) \+"
     return (
         len(accesses) > 1
         and len({x.offset for x in accesses}) == 1
@@ -232,7 +232,7 @@ def _is_one_store(accesses: Sequence[Access], line_of: Lines) -> bool:
 
 def _is_of_parts(accesses: Sequence[Access], line_of: Lines) -> bool:
     """Return whether the accesses load parts and not their sums."""
-    return all(_has_text(x, line_of, r"^b_part = tl\.load\(p_part \+") for x in accesses)
+    return all(_has_text(x, line_of, r"^b_part = tl\.load\(arrays\.part \+") for x in accesses)
 
 
 _RACE = r"Error: Race reported between (?:Read|Write) access"

@@ -8,11 +8,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import triton
 import triton.language as tl
 
+from blockdiag.interop.interpreter.launch import interpret_plan
 from blockdiag.triton_kernels.launch import compile as compile_module
 from blockdiag.triton_kernels.launch.compile import (
     KernelCompileError,
@@ -21,9 +24,12 @@ from blockdiag.triton_kernels.launch.compile import (
     compile_key,
     compile_plan,
     compile_together,
+    parameter_places,
+    signature,
 )
 from blockdiag.triton_kernels.launch.offline import inspect_plan
 from blockdiag.triton_kernels.launch.plan import (
+    Argument,
     CompileOptions,
     Constexpr,
     Descriptor,
@@ -32,7 +38,10 @@ from blockdiag.triton_kernels.launch.plan import (
     Scalar,
     Target,
     TensorSpec,
+    array_group,
+    scalar_group,
 )
+from blockdiag.triton_kernels.launch.private_triton import compile_time_value
 from tests.interop.bridge_kernels import (
     AddSpec,
     DeviceDescriptorSpec,
@@ -41,6 +50,7 @@ from tests.interop.bridge_kernels import (
     IncrementSpec,
     MatmulSpec,
 )
+from tests.triton_kernels.plans_support import assert_arguments_match
 
 pytestmark = pytest.mark.versions
 
@@ -159,6 +169,108 @@ def test_compile_time_values_differ_by_type():
     assert Scalar(0.0, "fp32") != Scalar(-0.0, "fp32") and Scalar(1, "fp32") == Scalar(1.0, "fp32")
 
 
+class ScaleArrays(NamedTuple):
+    x: Argument
+    factor: Argument
+    out: Argument
+
+
+class ScaleScalars(NamedTuple):
+    size: Argument
+    bias: Argument
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleTile:
+    rows: int
+    mode: str = "none"
+    bound: float | None = None
+
+
+@triton.jit
+def scale_rows(arrays, o_rows, m_rows, TILE: tl.constexpr):
+    b_x = tl.load(arrays.x + o_rows, mask=m_rows, other=0.0)
+    if TILE.mode == "factor" and not TILE.bound:
+        b_x *= tl.load(arrays.factor)
+    return b_x + tl.zeros([TILE.rows], tl.float32)
+
+
+@triton.jit
+def scale_kernel(arrays: ScaleArrays, scalars: ScaleScalars, TILE: tl.constexpr):
+    o_rows = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
+    m_rows = o_rows < scalars.size
+    tl.store(arrays.out + o_rows, scale_rows(arrays, o_rows, m_rows, TILE) + scalars.bias, mask=m_rows)
+
+
+def grouped_plan(input_names=("x", "factor"), **tile) -> LaunchPlan:
+    arrays = {"x": TensorSpec((300,), "float32"), "factor": TensorSpec((1,), "float32")}
+    return LaunchPlan(
+        name="scale",
+        kernel=scale_kernel,
+        grid=(3, 1, 1),
+        inputs=tuple(arrays[name] for name in input_names),
+        outputs=(arrays["x"],),
+        arguments={
+            "arrays": array_group(ScaleArrays, input_names, ("out",)),
+            "scalars": scalar_group(ScaleScalars, size=300, bias=Scalar(2.0, "fp32")),
+            "TILE": Constexpr(ScaleTile(**{"rows": 128, "mode": "factor"} | tile)),
+        },
+    )
+
+
+def test_leaves_of_groups_are_the_parameters_of_the_kernel():
+    plan = grouped_plan()
+    assert [(leaf.name, leaf.path) for leaf in plan.leaves()] == [
+        ("arrays.x", (0, 0)),
+        ("arrays.factor", (0, 1)),
+        ("arrays.out", (0, 2)),
+        ("scalars.size", (1, 0)),
+        ("scalars.bias", (1, 1)),
+        ("TILE", (2,)),
+    ]
+    assert_arguments_match(plan, compile_plan(plan, Target(90, 1)).kernel)
+    absent = grouped_plan(input_names=("x",), mode="none")
+    assert_arguments_match(absent, compile_plan(absent, Target(90, 1)).kernel)
+
+
+def test_groups_run_in_the_interpreter():
+    x, factor = np.arange(300, dtype=np.float32), np.full(1, 3, np.float32)
+    np.testing.assert_array_equal(interpret_plan(grouped_plan(), x, factor)[0], 3 * x + 2)
+    np.testing.assert_array_equal(interpret_plan(grouped_plan(input_names=("x",), mode="none"), x)[0], x + 2)
+
+
+def test_groups_are_passed_to_tritons_launcher_in_the_form_of_the_signature():
+    plan = grouped_plan()
+    leaves = [leaf.argument for leaf in plan.leaves()]
+    places = parameter_places(plan)
+    assert places is not None
+    grouped = [leaves[first] if make is None else make(leaves[first:end]) for first, end, make in places]
+    assert grouped == list(plan.arguments.values())
+    assert [type(x) for x in grouped[:2]] == [type(x) for x in list(signature(plan).values())[:2]]
+    assert parameter_places(plan_of(AddSpec(10))) is None
+
+
+def test_fields_of_compile_time_values_differ_by_type():
+    plans = [grouped_plan(bound=bound) for bound in (1, 1.0, True, 0.0, -0.0, None)]
+    assert len({compile_key(plan, 90) for plan in plans}) == 6
+    assert compile_key(grouped_plan(), 90) == compile_key(grouped_plan(), 90)
+
+
+def test_compile_time_values_give_different_kernels():
+    kernels = {rows: compile_plan(grouped_plan(rows=rows), Target(90, 1)) for rows in (64, 128)}
+    assert kernels[64].ptx != kernels[128].ptx
+    assert compile_plan(grouped_plan(), Target(90, 1)) is kernels[128]
+
+
+def test_unknown_fields_are_refused():
+    with pytest.raises(AttributeError, match="ScaleTile has no field 'columns'"):
+        _ = compile_time_value(ScaleTile(rows=1)).columns
+
+
+class Named(NamedTuple):
+    values: Argument
+
+
 def test_scalars_keep_their_types_in_the_kernel():
     ptx = compile_plan(plan_of(AddSpec(1000)), Target(90, 1)).ptx
     assert ".f64" not in ptx
@@ -177,6 +289,19 @@ def replaced(plan: LaunchPlan, **arguments) -> LaunchPlan:
         (plan_of(AddSpec(10), arguments={"p_x": Pointer("input", 0)}), "must name the kernel's parameters"),
         (replaced(plan_of(AddSpec(10)), p_x=Pointer("input", 2)), "there is no input 2"),
         (replaced(plan_of(AddSpec(10)), p_x=3), "is no plan argument"),
+        (replaced(plan_of(AddSpec(10)), p_x=(Pointer("input", 0),)), "must be a NamedTuple"),
+        (
+            replaced(plan_of(AddSpec(10)), p_x=Named(Descriptor("input", 0, (10,), (8,)))),
+            "attributes `values` and `type`",
+        ),
+        (
+            replaced(grouped_plan(), arrays=ScaleArrays(*[Descriptor("input", 0, (300,), (8,))] * 3)),
+            "only for parameters of their own",
+        ),
+        (
+            replaced(grouped_plan(), scalars=ScaleScalars(Scalar(2**31, "i32"), Scalar(0.0, "fp32"))),
+            "'scalars.size': 2147483648 does not fit i32",
+        ),
         (replaced(plan_of(AddSpec(10)), p_out=Pointer("input", 0)), "no parameter of the kernel refers to output 0"),
         (replaced(plan_of(AddSpec(10)), num_elements=Scalar(2**31, "i32")), "does not fit i32"),
         (plan_of(AddSpec(10, "float99")), "dtype 'float99' must be one of"),

@@ -1,22 +1,82 @@
 """Shared code of tests of launch plans: reports of kernels compiled for other architectures."""
 
+import re
+
 import triton
 import triton.language as tl
 
-from blockdiag.triton_kernels.launch.compile import check_plan, compile_key
+from blockdiag.common.dtype_table import ELEMENT_TYPES
+from blockdiag.triton_kernels.launch.compile import buffer_spec, check_plan, compile_key
 from blockdiag.triton_kernels.launch.offline import Report, inspect_plan
-from blockdiag.triton_kernels.launch.plan import LaunchPlan, Pointer, TensorSpec
+from blockdiag.triton_kernels.launch.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Scalar, TensorSpec
 
 _reports: dict[tuple[object, ...], Report] = {}
 
 
 def report_of(plan: LaunchPlan, arch: int) -> Report:
-    """Return a kernel's report; equal kernels share one, because many launches differ only in sizes."""
+    """Return a kernel's report; equal kernels share one, because many launches differ only in sizes.
+
+    The arguments of the plan are compared with the parameters of its kernel, too.
+    """
     check_plan(plan)
     key = compile_key(plan, arch)
     if key not in _reports:
         _reports[key] = inspect_plan(plan, arch)
+    assert_arguments_match(plan, _reports[key].kernel)
     return _reports[key]
+
+
+def assert_arguments_match(plan: LaunchPlan, kernel) -> None:
+    """Assert that a compiled kernel takes a plan's leaves in order, by name, type and alignment of pointers.
+
+    So all launchers, which pass leaves in this order, pass each argument to the parameter it was made for.
+    """
+    for leaf in plan.leaves():
+        if isinstance(leaf.argument, Constexpr):
+            # Triton's cache on disk identifies compile-time values by their text. An address would differ by process.
+            assert " at 0x" not in repr(leaf.argument.value), leaf
+    expected = [taken for leaf in plan.leaves() for taken in expected_parameters(plan, leaf)]
+    found = module_parameters(kernel.asm["source"])
+    assert [x[1:] for x in found] == [x[1:] for x in expected], plan.name
+    for (name, *_), (leaf_name, *_) in zip(found, expected, strict=True):
+        # Triton 3.6 and 3.7 name the members of a group after the parameter alone.
+        assert name.partition(".")[0] == leaf_name.partition(".")[0], plan.name
+        assert not ("." in name and "." in leaf_name) or name == leaf_name, plan.name
+    if not any(isinstance(leaf.argument, Descriptor) for leaf in plan.leaves()):
+        kinds = {"i1": ".s8", "i8": ".s8", "i32": ".u32", "i64": ".u64", "f32": ".f32"}
+        entry = re.search(r"\.entry[^(]*\(([^)]*)\)", kernel.asm["ptx"])
+        taken = re.findall(r"\.param (\.\w+(?: \.ptr)?)", entry[1] if entry else "")
+        # Two pointers to scratch memory follow.
+        assert taken == [kinds.get(kind, ".u64 .ptr") for _, kind, _ in expected] + [".u64 .ptr"] * 2, plan.name
+
+
+def expected_parameters(plan: LaunchPlan, leaf) -> list[tuple[str, str, bool]]:
+    """The name, type and alignment of a leaf's parameters."""
+    name, argument = leaf.name, leaf.argument
+    match argument:
+        case Constexpr():
+            return []
+        case Scalar():
+            return [(name, {"fp32": "f32"}.get(argument.dtype, argument.dtype), False)]
+    dtype = ELEMENT_TYPES[buffer_spec(plan, argument).dtype].triton
+    element = {"fp16": "f16", "fp32": "f32", "fp64": "f64", "fp8e4nv": "f8E4M3FN", "fp8e5": "f8E5M2"}.get(dtype, dtype)
+    if isinstance(argument, Pointer):
+        return [(name, f"ptr<{element}>", True)]
+    tile = "x".join(map(str, argument.block_shape))
+    sizes = [(name, kind, False) for kind in ("i32", "i64") for _ in argument.shape]
+    return [(name, f"tensordesc<{tile}x{element}>", False), *sizes]
+
+
+def module_parameters(source: str) -> list[tuple[str, str, bool]]:
+    """The name, type and alignment to 16 bytes of a kernel's parameters in its MLIR module."""
+    head = re.search(r"tt\.func public @\w+\((.*?)\) attributes", source, re.DOTALL)
+    found = []
+    for name, described in re.findall(r"%([\w.]+): (.*?) loc\(", head[1] if head else ""):
+        kind = described.partition(" {")[0].removeprefix("!tt.").removeprefix("!ttng.")
+        tensor = re.match(r"tensordesc<(?:tensor<)?(\w+)", kind)
+        kind = f"tensordesc<{tensor[1]}>" if tensor else kind
+        found.append((re.sub(r"_\d+$", "", name), kind, "divisibility = 16" in described))
+    return found
 
 
 @triton.jit

@@ -126,7 +126,7 @@ def test_rounding_where_the_machine_does_not_round(dtype, arch):
     random = generator.normal(size=4096 - key.size) * np.exp(generator.uniform(-14, 12, 4096 - key.size))
     key = np.concatenate([key, random.astype(np.float32)])
     plan = AppendLaunch(problem).plan(Target.for_arch(arch))
-    assert plan.arguments["KEY_GRID"].value is not None
+    assert plan.arguments["KEY"].value.grid is not None
     pages, _ = interpret(
         AppendLaunch(problem), key.reshape(1, 4, 1024), np.zeros((1, 4, 1), np.float32), np.ones(1, np.int32),
         np.zeros((1, 1, 4, 1024), numpy_dtype(dtype)), np.zeros((1, 1, 4, 1), np.float32),

@@ -39,7 +39,7 @@ TRACED += ["fuse_distances", "fuse_resident_1", "fuse_streamed_1"]
 
 
 def written_kernels():
-    """Names of the library's kernels: functions that take pointers and that no other one calls."""
+    """Names of the library's kernels: functions that take pointers or groups and that no other one calls."""
     functions = {}
     for module in pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}."):
         loaded = importlib.import_module(module.name)
@@ -50,7 +50,8 @@ def written_kernels():
     return {
         name
         for name, x in functions.items()
-        if any(argument.startswith("p_") for argument in x.arg_names) and not re.search(rf"\b{name}[(,]", uses)
+        if any(argument.startswith("p_") or argument in ("arrays", "scalars") for argument in x.arg_names)
+        and not re.search(rf"\b{name}[(,]", uses)
     }
 
 
@@ -189,9 +190,9 @@ SUM = "void at::native::reduce_kernel<(int)128, (int)4, at::native::ReduceOp<c10
 HOPPER = "hopper_backward.py"
 BEGIN = line_with(HOPPER, "def moba_hopper_backward(")
 WORK = line_with(HOPPER, "b_dk, b_dv = gl.warp_specialize(")
-END = line_with(HOPPER, "store_key_tile(d_value, b_dv.to(dtype), p_mask")
+END = line_with(HOPPER, "store_key_tile(arrays.d_value, b_dv.to(dtype), arrays.mask")
 CHUNKED = line_with("chunked.py", "tl.store(p_delta + o_statistics, b_delta")
-PARTS = line_with("attention.py", "b_part = tl.load(p_part +")
+PARTS = line_with("attention.py", "b_part = tl.load(arrays.part +")
 RESIDENT = "<blockdiag.fuse fused_rows_and_pairs_resident b55bb522ef055e4a>"
 SOURCE = """half.index(0).store(sum_query)
 sum_query += half.index(0).load(D)

@@ -70,7 +70,7 @@ def lay_out_buffers(plan: LaunchPlan) -> BufferLayout:
     """
     uses: list[tuple[Role, int]] = [
         (argument.role, argument.index)
-        for argument in plan.arguments.values()
+        for _, _, argument in plan.leaves()
         if isinstance(argument, Pointer | Descriptor)
     ]
     for split in range(len(uses) + 1):
@@ -156,7 +156,7 @@ def _parameters(jaxlib_triton: Any, plan: LaunchPlan, compiled: CompiledLaunch) 
         NotImplementedError: the entry point takes another number of parameters, which the launcher does not check.
     """
     taken = _entry_parameters(compiled.ptx) - _SCRATCH_PARAMETERS
-    descriptors = sum(isinstance(argument, Descriptor) for argument in plan.arguments.values())
+    descriptors = sum(isinstance(argument, Descriptor) for _, _, argument in plan.leaves())
     # Without TMA, Triton 3.6 and 3.7 pass one flag per descriptor (padding is NaN); later versions add a second one
     # (round to tf32).
     parameters = _listed(jaxlib_triton, plan, compiled, flags=1)
@@ -185,7 +185,7 @@ def _listed(jaxlib_triton: Any, plan: LaunchPlan, compiled: CompiledLaunch, *, f
     """
     metadata = iter(compiled.descriptor_metadata)
     parameters: list[Any] = []
-    for argument in plan.arguments.values():
+    for _, _, argument in plan.leaves():
         match argument:
             case Pointer():
                 parameters.append(jaxlib_triton.create_array_parameter(0, 16))

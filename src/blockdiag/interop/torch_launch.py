@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from blockdiag.triton_kernels.launch import private_triton
-from blockdiag.triton_kernels.launch.compile import buffer_spec, compile_key, compile_plan
+from blockdiag.triton_kernels.launch.compile import buffer_spec, compile_key, compile_plan, parameter_places
 from blockdiag.triton_kernels.launch.generated import function_of
 from blockdiag.triton_kernels.launch.plan import (
+    Argument,
     Constexpr,
     Descriptor,
     KernelSpec,
@@ -144,16 +145,17 @@ class _BoundLaunch:
         self._outputs = [
             (sources.get(index), spec.shape, _torch_dtype(spec.dtype)) for index, spec in enumerate(plan.outputs)
         ]
-        # The constant arguments, and the sources of the others: (argument index, buffer index[, descriptor maker]).
+        # The plan's leaves: constant ones, and the sources of the others: (index, buffer index[, descriptor maker]).
         self._template: list[Any] = []
         self._pointers: list[tuple[int, int]] = []
         self._descriptors: list[tuple[int, int, Callable[[torch.Tensor], Any]]] = []
-        for index, argument in enumerate(plan.arguments.values()):
-            self._template.append(argument.value if isinstance(argument, Scalar | Constexpr) else None)
+        for index, (_, _, argument) in enumerate(plan.leaves()):
+            self._template.append(_constant_value(argument))
             if isinstance(argument, Pointer):
                 self._pointers.append((index, self._position(argument)))
             elif isinstance(argument, Descriptor):
                 self._descriptors.append((index, self._position(argument), _descriptor_maker(plan, argument)))
+        self._parameters = parameter_places(plan)
         kernel = _loaded_kernel(plan, device_index)
         with on_device(self._device):
             self._run = _with_scratch(kernel, self._device, kernel[plan.grid])
@@ -177,22 +179,32 @@ class _BoundLaunch:
     def prepared_jit(self, tensors: tuple[torch.Tensor, ...]) -> Callable[[], None]:
         """Return this launch through Triton's own `kernel[grid](...)`, which looks up the compiled kernel each time."""
         buffers = tensors + self._allocate(tensors)
-        arguments = self._arguments(buffers)
+        leaves = self._leaves(buffers)
         for index, position in self._pointers:
-            arguments[index] = buffers[position]
+            leaves[index] = buffers[position]
+        arguments = self._grouped(leaves)
         options = {name: value for name, value in dataclasses.asdict(self._plan.options).items() if value is not None}
         launch = function_of(self._plan.kernel)[self._plan.grid]
         return lambda: launch(*arguments, **options)
 
     def _arguments(self, buffers: tuple[torch.Tensor, ...]) -> list[Any]:
+        return self._grouped(self._leaves(buffers))
+
+    def _leaves(self, buffers: tuple[torch.Tensor, ...]) -> list[Any]:
         if self._descriptors:
             _make_context_current(self._device.index)
-        arguments = self._template.copy()
+        leaves = self._template.copy()
         for index, position in self._pointers:
-            arguments[index] = buffers[position].data_ptr()
+            leaves[index] = buffers[position].data_ptr()
         for index, position, make_descriptor in self._descriptors:
-            arguments[index] = make_descriptor(buffers[position])
-        return arguments
+            leaves[index] = make_descriptor(buffers[position])
+        return leaves
+
+    def _grouped(self, leaves: list[Any]) -> list[Any]:
+        """Return one argument per kernel parameter; Triton's launcher takes groups as tuples."""
+        if self._parameters is None:
+            return leaves
+        return [leaves[first] if make is None else make(leaves[first:end]) for first, end, make in self._parameters]
 
     def _allocate(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(
@@ -202,6 +214,15 @@ class _BoundLaunch:
 
     def _position(self, argument: Pointer | Descriptor) -> int:
         return argument.index if argument.role == "input" else self._num_inputs + argument.index
+
+
+def _constant_value(argument: Argument) -> Any:
+    match argument:
+        case Scalar():
+            return argument.value
+        case Constexpr():
+            return private_triton.compile_time_value(argument.value)
+    return None
 
 
 class _Thread(threading.local):

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from blockdiag.common.dtype_table import ELEMENT_TYPES
-from blockdiag.triton_kernels.launch.compile import check_plan
+from blockdiag.triton_kernels.launch.compile import check_plan, map_argument
 from blockdiag.triton_kernels.launch.generated import function_of
 from blockdiag.triton_kernels.launch.plan import (
     Constexpr,
@@ -79,7 +79,8 @@ def interpret_plan(plan: LaunchPlan, *arrays: np.ndarray) -> tuple[np.ndarray, .
     with _lock, language.lent_to(session), np.errstate(all="ignore"):
         kernel = session.interpreted(function_of(plan.kernel))
         arguments = {
-            name: _argument(session, plan, argument, inputs, outputs) for name, argument in plan.arguments.items()
+            name: map_argument(lambda x: _argument(session, plan, x, inputs, outputs), argument)
+            for name, argument in plan.arguments.items()
         }
         for program in itertools.product(*map(range, plan.grid)):
             session.builder.set_grid_idx(*program)

@@ -2,18 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, ELEMENT_TYPES, KERNEL_FLOATS, lacking_dtype
+from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.ops.append.problem import AppendProblem
+from blockdiag.triton_kernels.append.arguments import (
+    AppendArrays,
+    AppendSizes,
+    AppendTile,
+    CacheLayout,
+    RowFormat,
+)
 from blockdiag.triton_kernels.launch.plan import (
-    Argument,
     CompileOptions,
     Constexpr,
     LaunchPlan,
-    Scalar,
     Target,
     TensorSpec,
-    named_arguments,
+    array_group,
+    scalar_group,
 )
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
@@ -129,7 +137,17 @@ class AppendLaunch:
                 f"kernel {self.name!r} with {lacking} needs compute capability {first} or later, "
                 f"got {target.arch / 10}; use a cache of float8_e5m2, or implementation='xla'"
             )
-        known = self._scalars_and_constants(target)
+        rotary = problem.rotary
+        key = self._row_format(problem.head_dim, problem.key_dtype, problem.key_scale, rotary, target.arch)
+        value = self._row_format(problem.value_dim, problem.value_dtype, problem.value_scale, None, target.arch)
+        layout = CacheLayout(
+            page_size=problem.page_size,
+            block_size=problem.block_size,
+            is_packed=problem.is_packed,
+            has_page_table=problem.has_page_table,
+            has_query_lengths=problem.has_query_lengths,
+        )
+        block_rows = min(max(1, _TILE // (2 * key.columns)), next_power_of_2(problem.block_size or 1))
         programs = self._row_tiles + problem.batch * problem.max_completed
         return LaunchPlan(
             name=self.name,
@@ -137,7 +155,25 @@ class AppendLaunch:
             grid=(max(programs, 1), problem.key_heads, 1),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=named_arguments(append_kernel, known, self.input_names, self.output_names),
+            arguments={
+                "arrays": array_group(AppendArrays, self.input_names, self.output_names),
+                "sizes": scalar_group(
+                    AppendSizes,
+                    tokens=problem.tokens,
+                    query_tokens=problem.tokens if problem.query_tokens is None else problem.query_tokens,
+                    max_pages=problem.max_pages,
+                    num_pages=problem.num_pages,
+                    max_keys=problem.max_keys,
+                    table_rows=1 if rotary is None else rotary.table_rows,
+                    row_tiles=self._row_tiles,
+                    max_completed=max(problem.max_completed, 1),
+                    max_blocks=problem.max_blocks,
+                ),
+                "LAYOUT": Constexpr(layout),
+                "TILE": Constexpr(AppendTile(rows=self._rows, block_rows=block_rows)),
+                "KEY": Constexpr(key),
+                "VALUE": Constexpr(value),
+            },
             options=CompileOptions(num_warps=1 if self._rows == 1 and problem.block_size is None else 4),
             aliases=tuple((self.input_names.index(name), position) for position, name in enumerate(self.output_names)),
         )
@@ -182,52 +218,25 @@ class AppendLaunch:
                 return TensorSpec((problem.batch, problem.max_blocks, problem.key_heads, problem.head_dim), "float32")
         raise KeyError(name)
 
-    def _scalars_and_constants(self, target: Target) -> dict[str, Argument]:
-        problem = self.problem
-        rotary = problem.rotary
-        half, value_half = (-(-size // 2) for size in (problem.head_dim, problem.value_dim))
-        columns = next_power_of_2(half)
-        scalars = {
-            "tokens": problem.tokens,
-            "query_tokens": problem.tokens if problem.query_tokens is None else problem.query_tokens,
-            "max_pages": problem.max_pages,
-            "num_pages": problem.num_pages,
-            "max_keys": problem.max_keys,
-            "table_rows": 1 if rotary is None else rotary.table_rows,
-            "row_tiles": self._row_tiles,
-            "max_completed": max(problem.max_completed, 1),
-            "max_blocks": problem.max_blocks,
-        }
-        constants = {
-            "HEADS": problem.key_heads,
-            "DIM": problem.head_dim,
-            "HALF": half,
-            "COLUMNS": columns,
-            "VALUE_DIM": problem.value_dim,
-            "VALUE_HALF": value_half,
-            "VALUE_COLUMNS": next_power_of_2(value_half),
-            "PAGE_SIZE": problem.page_size,
-            "ROWS": self._rows,
-            "BLOCK_SIZE": problem.block_size,
-            "BLOCK_ROWS": min(max(1, _TILE // (2 * columns)), next_power_of_2(problem.block_size or 1)),
-            "PACKED": problem.is_packed,
-            "TABLE": problem.has_page_table,
-            "QUERY_LENGTHS": problem.has_query_lengths,
-            "ROTARY": rotary is not None,
-            "INTERLEAVED": rotary is not None and rotary.interleaved,
-            "EXPLICIT": rotary is not None and rotary.positions == "explicit",
-            "KEY_SCALE": problem.key_scale,
-            "VALUE_SCALE": problem.value_scale,
-            "SMALLEST_SCALE": _SMALLEST_SCALE,
-        }
-        for name, dtype in {"KEY": problem.key_dtype, "VALUE": problem.value_dtype}.items():
-            narrow, grid = EIGHT_BIT_FLOATS.get(dtype), None
-            if narrow is not None and target.arch < _FIRST_THAT_ROUNDS:
-                grid = 1.5 * 2.0 ** (23 - narrow.fraction_bits)
-            constants |= {
-                f"{name}_LARGEST": None if narrow is None else narrow.largest,
-                f"{name}_GRID": grid,
-                f"{name}_LOWEST": None if narrow is None else narrow.smallest_normal,
-            }
-        known: dict[str, Argument] = {name: Scalar(value, "i32") for name, value in scalars.items()}
-        return known | {name: Constexpr(value) for name, value in constants.items()}
+    def _row_format(
+        self, dim: int, dtype: str, scale: Literal["none", "head", "token"], rotary: RotaryProblem | None, arch: int
+    ) -> RowFormat:
+        """Return how rows of heads of `dim` elements are rotated and rounded to `dtype`."""
+        half = -(-dim // 2)
+        narrow, grid = EIGHT_BIT_FLOATS.get(dtype), None
+        if narrow is not None and arch < _FIRST_THAT_ROUNDS:
+            grid = 1.5 * 2.0 ** (23 - narrow.fraction_bits)
+        return RowFormat(
+            heads=self.problem.key_heads,
+            dim=dim,
+            half=half,
+            columns=next_power_of_2(half),
+            is_interleaved=rotary is not None and rotary.interleaved,
+            has_rotary=rotary is not None,
+            has_positions=rotary is not None and rotary.positions == "explicit",
+            scale=scale,
+            largest=None if narrow is None else narrow.largest,
+            grid=grid,
+            lowest=None if narrow is None else narrow.smallest_normal,
+            smallest_scale=_SMALLEST_SCALE,
+        )

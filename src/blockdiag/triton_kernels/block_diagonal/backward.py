@@ -11,16 +11,9 @@ through memory, and P and dP stay in f32 until dS is formed.
 import triton
 import triton.language as tl
 
-from blockdiag.triton_kernels.parts.tiles import (
-    load_operand,
-    load_rotary,
-    paired_scores,
-    rotate,
-    rotate_adjoint,
-    score_mask,
-    store_operand,
-    tile_span,
-)
+from blockdiag.triton_kernels.block_diagonal.arguments import BackwardScalars, Tables
+from blockdiag.triton_kernels.block_diagonal.forward import load_rows, load_tile_tables, store_rows
+from blockdiag.triton_kernels.parts.tiles import paired_scores, rotate, rotate_adjoint, score_mask, tile_span
 
 
 @triton.jit
@@ -50,38 +43,28 @@ def sum_over_columns(b_weights, b_rows, TRANSPOSED: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
-def block_diagonal_backward(
-    query, key, value, output_cotangent, p_tiles, p_cos, p_sin, p_positions, d_query, d_key, d_value,
-    num_units, sequence_length, scale, scale_log2, table_rows,
-    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr,
-    ROTATE_QUERY: tl.constexpr, ROTATE_KEY: tl.constexpr, ROTATE_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    POSITIONS: tl.constexpr, PACKED: tl.constexpr, PAIRED: tl.constexpr, PAIRED_VALUE: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, LOOP_STAGES: tl.constexpr,
-):
+def block_diagonal_backward(query, key, value, output_cotangent, tables: Tables, d_query, d_key, d_value, num_units,
+                            scalars: BackwardScalars, SHAPE: tl.constexpr, ROTARY: tl.constexpr, TILE: tl.constexpr):
     """Compute the gradients of units; a unit is one key head of one tile with all its query heads.
 
     Units and their query heads form one flat loop, because Triton prefetches only across iterations of the innermost
     loop, and the prefetch keeps memory busy. dK and dV stay in registers over a unit's query heads.
+
+    SHAPE is a Shape, ROTARY a Rotary, TILE a Tile.
     """
-    GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
-    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients, so that
-    # a projection needs no copies around the attention.
-    QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
-    KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
-    KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
-    VALUE_FIRST: tl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
-    if PACKED:
+    ROWS: tl.constexpr = TILE.rows
+    GROUP: tl.constexpr = SHAPE.group_size
+    PRECISION: tl.constexpr = TILE.precision
+    if SHAPE.is_packed:
         key = query
         value = query
         d_key = d_query
         d_value = d_query
-    ROTARY: tl.constexpr = ROTATE_QUERY or ROTATE_KEY or ROTATE_VALUE
-    STORE_DESCRIPTOR: tl.constexpr = DESCRIPTORS and FULL
-    TRANSPOSED: tl.constexpr = WARP_SPECIALIZE and GROUP == 1
-    HALF_COLUMNS: tl.constexpr = COLUMNS // 2
-    QK_COLUMNS: tl.constexpr = HALF_COLUMNS if PAIRED else COLUMNS
-    V_COLUMNS: tl.constexpr = HALF_COLUMNS if PAIRED_VALUE else COLUMNS
+    ROTATES: tl.constexpr = ROTARY.rotates_query or ROTARY.rotates_key or ROTARY.rotates_value
+    TRANSPOSED: tl.constexpr = TILE.warp_specialize and GROUP == 1
+    HALF_COLUMNS: tl.constexpr = TILE.columns // 2
+    QK_COLUMNS: tl.constexpr = HALF_COLUMNS if TILE.is_paired else TILE.columns
+    V_COLUMNS: tl.constexpr = HALF_COLUMNS if TILE.is_value_paired else TILE.columns
     first_unit = tl.program_id(0)
     num_programs = tl.num_programs(0)
     num_items = tl.cdiv(tl.maximum(num_units - first_unit, 0), num_programs) * GROUP
@@ -89,69 +72,66 @@ def block_diagonal_backward(
     b_dk1 = b_dk0
     b_dv0 = tl.zeros([ROWS, V_COLUMNS], tl.float32)
     b_dv1 = b_dv0
-    for item in tl.range(0, num_items, num_stages=LOOP_STAGES, warp_specialize=WARP_SPECIALIZE):
+    for item in tl.range(0, num_items, num_stages=TILE.loop_stages, warp_specialize=TILE.warp_specialize):
         unit = first_unit + item // GROUP * num_programs
         member = item % GROUP
-        tile = unit // KEY_HEADS
-        key_head = unit % KEY_HEADS
-        k_head = KEY_FIRST + key_head
-        v_head = VALUE_FIRST + key_head
+        tile = unit // SHAPE.key_heads
+        key_head = unit % SHAPE.key_heads
+        k_head = SHAPE.first_key + key_head
+        v_head = SHAPE.first_value + key_head
         head = key_head * GROUP + member
-        start, rows, written, position = tile_span(p_tiles, tile, sequence_length, BLOCK_SIZE, TABLE, FULL)
+        start, rows, written, position = tile_span(tables.tiles, tile, scalars.sequence_length, TILE.block_size,
+                                                   SHAPE.has_tiles, TILE.is_full)
 
-        b_q0, b_q1 = load_operand(query, start, rows, head, QUERY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
-                                  PAIRED, INTERLEAVED)
-        b_k0, b_k1 = load_operand(key, start, rows, k_head, KEY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
-                                  PAIRED, INTERLEAVED)
-        b_v0, b_v1 = load_operand(value, start, rows, v_head, KEY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
-                                  PAIRED_VALUE, INTERLEAVED)
-        b_do0, b_do1 = load_operand(output_cotangent, start, rows, head, QUERY_HEADS, HEAD_DIM, ROWS, COLUMNS, FULL,
-                                    DESCRIPTORS, PAIRED_VALUE, INTERLEAVED)
+        b_q0, b_q1 = load_rows(query, start, rows, head, SHAPE.query_row, SHAPE, ROTARY, TILE, TILE.is_paired)
+        b_k0, b_k1 = load_rows(key, start, rows, k_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_paired)
+        b_v0, b_v1 = load_rows(value, start, rows, v_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_value_paired)
+        b_do0, b_do1 = load_rows(output_cotangent, start, rows, head, SHAPE.query_heads, SHAPE, ROTARY, TILE,
+                                 TILE.is_value_paired)
         dtype: tl.constexpr = b_q0.dtype
-        if ROTARY:
-            b_cos, b_sin = load_rotary(p_cos, p_sin, p_positions, start, rows, position, table_rows, HEAD_DIM // 2,
-                                       ROWS, HALF_COLUMNS, POSITIONS)
-            if ROTATE_QUERY:
+        if ROTATES:
+            b_cos, b_sin = load_tile_tables(tables, start, rows, position, scalars.table_rows, SHAPE, ROTARY, TILE)
+            if ROTARY.rotates_query:
                 b_q0, b_q1 = rotate(b_q0, b_q1, b_cos, b_sin)
-            if ROTATE_KEY:
+            if ROTARY.rotates_key:
                 b_k0, b_k1 = rotate(b_k0, b_k1, b_cos, b_sin)
-            if ROTATE_VALUE:
+            if ROTARY.rotates_value:
                 b_v0, b_v1 = rotate(b_v0, b_v1, b_cos, b_sin)
 
-        b_scores = paired_scores(b_q0, b_q1, b_k0, b_k1, PAIRED, PRECISION) * scale_log2  # [ROWS, ROWS]
-        if CAUSAL or not FULL:
-            b_scores = tl.where(score_mask(rows, ROWS, FULL, CAUSAL), b_scores, float("-inf"))
+        b_scores = paired_scores(b_q0, b_q1, b_k0, b_k1, TILE.is_paired, PRECISION) * scalars.scale_log2  # [ROWS, ROWS]
+        if SHAPE.is_causal or not TILE.is_full:
+            b_scores = tl.where(score_mask(rows, ROWS, TILE.is_full, SHAPE.is_causal), b_scores, float("-inf"))
         b_p = tl.exp2(b_scores - tl.max(b_scores, 1)[:, None])
         b_p = b_p / tl.sum(b_p, 1)[:, None]
-        b_dp = paired_scores(b_do0, b_do1, b_v0, b_v1, PAIRED_VALUE, PRECISION)  # [ROWS, ROWS]
-        b_ds = (b_p * (b_dp - tl.sum(b_p * b_dp, 1)[:, None]) * scale).to(dtype)
+        b_dp = paired_scores(b_do0, b_do1, b_v0, b_v1, TILE.is_value_paired, PRECISION)  # [ROWS, ROWS]
+        b_ds = (b_p * (b_dp - tl.sum(b_p * b_dp, 1)[:, None]) * scalars.scale).to(dtype)
         b_p = b_p.to(dtype)
 
         # Rows beyond the tile's end are zero in q and do, so they add nothing to dk and dv.
         b_dv0 = sum_over_rows(b_dv0, b_p, b_do0, GROUP, TRANSPOSED, PRECISION)
-        if PAIRED_VALUE:
+        if TILE.is_value_paired:
             b_dv1 = sum_over_rows(b_dv1, b_p, b_do1, GROUP, TRANSPOSED, PRECISION)
         b_dq0 = sum_over_columns(b_ds, b_k0, TRANSPOSED, PRECISION)
         b_dq1 = b_dq0
-        if PAIRED:
+        if TILE.is_paired:
             b_dq1 = sum_over_columns(b_ds, b_k1, TRANSPOSED, PRECISION)
-        if ROTATE_QUERY:
+        if ROTARY.rotates_query:
             b_dq0, b_dq1 = rotate_adjoint(b_dq0, b_dq1, b_cos, b_sin)
-        store_operand(d_query, b_dq0.to(dtype), b_dq1.to(dtype), start, written, head, QUERY_ROW, HEAD_DIM, ROWS,
-                      COLUMNS, FULL, STORE_DESCRIPTOR, PAIRED, INTERLEAVED)
+        store_rows(d_query, b_dq0.to(dtype), b_dq1.to(dtype), start, written, head, SHAPE.query_row, SHAPE, ROTARY,
+                   TILE, TILE.is_paired)
         b_dk0 = sum_over_rows(b_dk0, b_ds, b_q0, GROUP, TRANSPOSED, PRECISION)
-        if PAIRED:
+        if TILE.is_paired:
             b_dk1 = sum_over_rows(b_dk1, b_ds, b_q1, GROUP, TRANSPOSED, PRECISION)
 
         if GROUP == 1 or member == GROUP - 1:
-            if ROTATE_VALUE:
+            if ROTARY.rotates_value:
                 b_dv0, b_dv1 = rotate_adjoint(b_dv0, b_dv1, b_cos, b_sin)
-            store_operand(d_value, b_dv0.to(dtype), b_dv1.to(dtype), start, written, v_head, KEY_ROW,
-                          HEAD_DIM, ROWS, COLUMNS, FULL, STORE_DESCRIPTOR, PAIRED_VALUE, INTERLEAVED)
-            if ROTATE_KEY:
+            store_rows(d_value, b_dv0.to(dtype), b_dv1.to(dtype), start, written, v_head, SHAPE.key_row, SHAPE, ROTARY,
+                       TILE, TILE.is_value_paired)
+            if ROTARY.rotates_key:
                 b_dk0, b_dk1 = rotate_adjoint(b_dk0, b_dk1, b_cos, b_sin)
-            store_operand(d_key, b_dk0.to(dtype), b_dk1.to(dtype), start, written, k_head, KEY_ROW,
-                          HEAD_DIM, ROWS, COLUMNS, FULL, STORE_DESCRIPTOR, PAIRED, INTERLEAVED)
+            store_rows(d_key, b_dk0.to(dtype), b_dk1.to(dtype), start, written, k_head, SHAPE.key_row, SHAPE, ROTARY,
+                       TILE, TILE.is_paired)
             b_dk0 = tl.zeros([ROWS, QK_COLUMNS], tl.float32)
             b_dk1 = b_dk0
             b_dv0 = tl.zeros([ROWS, V_COLUMNS], tl.float32)

@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from blockdiag.triton_kernels.block_diagonal.arguments import ForwardScalars, Tables
 from blockdiag.triton_kernels.parts.tiles import (
     load_operand,
     load_rotary,
@@ -18,56 +19,68 @@ from blockdiag.triton_kernels.parts.tiles import (
 
 
 @triton.jit
-def block_diagonal_forward(
-    query, key, value, p_tiles, p_cos, p_sin, p_positions, output,
-    num_items, sequence_length, scale_log2, table_rows,
-    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr,
-    ROTATE_QUERY: tl.constexpr, ROTATE_KEY: tl.constexpr, ROTATE_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    POSITIONS: tl.constexpr, PACKED: tl.constexpr, PAIRED: tl.constexpr, PAIRED_VALUE: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, LOOP_STAGES: tl.constexpr,
-):
-    """One item is one query head of one tile; heads of a tile are neighbours: rotary rows and shared K/V stay in L2."""
-    GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
-    # copies around the attention.
-    QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
-    KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
-    KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
-    VALUE_FIRST: tl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
-    if PACKED:
+def load_rows(source, start, rows, head, ROW_HEADS: tl.constexpr, SHAPE: tl.constexpr, ROTARY: tl.constexpr,
+              TILE: tl.constexpr, PAIRED: tl.constexpr):
+    """Load a tile of one head of [tokens, ROW_HEADS, head_dim]; see `load_operand`."""
+    return load_operand(source, start, rows, head, ROW_HEADS, SHAPE.head_dim, TILE.rows, TILE.columns, TILE.is_full,
+                        TILE.has_descriptors, PAIRED, ROTARY.is_interleaved)
+
+
+@triton.jit
+def store_rows(target, b_first, b_second, start, written, head, ROW_HEADS: tl.constexpr, SHAPE: tl.constexpr,
+               ROTARY: tl.constexpr, TILE: tl.constexpr, PAIRED: tl.constexpr):
+    """Inverse of `load_rows`. TMA stores full tiles only."""
+    store_operand(target, b_first, b_second, start, written, head, ROW_HEADS, SHAPE.head_dim, TILE.rows, TILE.columns,
+                  TILE.is_full, TILE.has_descriptors and TILE.is_full, PAIRED, ROTARY.is_interleaved)
+
+
+@triton.jit
+def load_tile_tables(tables, start, rows, position, table_rows, SHAPE: tl.constexpr, ROTARY: tl.constexpr,
+                     TILE: tl.constexpr):
+    """Load cos and sin of a tile's rows; see `load_rotary`."""
+    return load_rotary(tables.cos, tables.sin, tables.positions, start, rows, position, table_rows,
+                       SHAPE.head_dim // 2, TILE.rows, TILE.columns // 2, ROTARY.positions)
+
+
+@triton.jit
+def block_diagonal_forward(query, key, value, tables: Tables, output, num_items, scalars: ForwardScalars,
+                           SHAPE: tl.constexpr, ROTARY: tl.constexpr, TILE: tl.constexpr):
+    """One item is one query head of one tile; heads of a tile are neighbours: rotary rows and shared K/V stay in L2.
+
+    SHAPE is a Shape, ROTARY a Rotary, TILE a Tile.
+    """
+    ROWS: tl.constexpr = TILE.rows
+    GROUP: tl.constexpr = SHAPE.group_size
+    PRECISION: tl.constexpr = TILE.precision
+    if SHAPE.is_packed:
         key = query
         value = query
-    ROTARY: tl.constexpr = ROTATE_QUERY or ROTATE_KEY or ROTATE_VALUE
-    STORE_DESCRIPTOR: tl.constexpr = DESCRIPTORS and FULL
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=LOOP_STAGES,
-                         warp_specialize=WARP_SPECIALIZE):
-        tile = item // QUERY_HEADS
-        head = item % QUERY_HEADS
+    ROTATES: tl.constexpr = ROTARY.rotates_query or ROTARY.rotates_key or ROTARY.rotates_value
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=TILE.loop_stages,
+                         warp_specialize=TILE.warp_specialize):
+        tile = item // SHAPE.query_heads
+        head = item % SHAPE.query_heads
         key_head = head // GROUP
-        k_head = KEY_FIRST + key_head
-        v_head = VALUE_FIRST + key_head
-        start, rows, written, position = tile_span(p_tiles, tile, sequence_length, BLOCK_SIZE, TABLE, FULL)
+        k_head = SHAPE.first_key + key_head
+        v_head = SHAPE.first_value + key_head
+        start, rows, written, position = tile_span(tables.tiles, tile, scalars.sequence_length, TILE.block_size,
+                                                   SHAPE.has_tiles, TILE.is_full)
 
-        b_q0, b_q1 = load_operand(query, start, rows, head, QUERY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
-                                  PAIRED, INTERLEAVED)
-        b_k0, b_k1 = load_operand(key, start, rows, k_head, KEY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
-                                  PAIRED, INTERLEAVED)
-        b_v0, b_v1 = load_operand(value, start, rows, v_head, KEY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
-                                  PAIRED_VALUE, INTERLEAVED)
-        if ROTARY:
-            b_cos, b_sin = load_rotary(p_cos, p_sin, p_positions, start, rows, position, table_rows, HEAD_DIM // 2,
-                                       ROWS, COLUMNS // 2, POSITIONS)
-            if ROTATE_QUERY:
+        b_q0, b_q1 = load_rows(query, start, rows, head, SHAPE.query_row, SHAPE, ROTARY, TILE, TILE.is_paired)
+        b_k0, b_k1 = load_rows(key, start, rows, k_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_paired)
+        b_v0, b_v1 = load_rows(value, start, rows, v_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_value_paired)
+        if ROTATES:
+            b_cos, b_sin = load_tile_tables(tables, start, rows, position, scalars.table_rows, SHAPE, ROTARY, TILE)
+            if ROTARY.rotates_query:
                 b_q0, b_q1 = rotate(b_q0, b_q1, b_cos, b_sin)
-            if ROTATE_KEY:
+            if ROTARY.rotates_key:
                 b_k0, b_k1 = rotate(b_k0, b_k1, b_cos, b_sin)
-            if ROTATE_VALUE:
+            if ROTARY.rotates_value:
                 b_v0, b_v1 = rotate(b_v0, b_v1, b_cos, b_sin)
 
-        b_scores = paired_scores(b_q0, b_q1, b_k0, b_k1, PAIRED, PRECISION) * scale_log2  # [ROWS, ROWS]
-        if CAUSAL or not FULL:
-            b_scores = tl.where(score_mask(rows, ROWS, FULL, CAUSAL), b_scores, float("-inf"))
+        b_scores = paired_scores(b_q0, b_q1, b_k0, b_k1, TILE.is_paired, PRECISION) * scalars.scale_log2  # [ROWS, ROWS]
+        if SHAPE.is_causal or not TILE.is_full:
+            b_scores = tl.where(score_mask(rows, ROWS, TILE.is_full, SHAPE.is_causal), b_scores, float("-inf"))
         b_weights = tl.exp2(b_scores - tl.max(b_scores, 1)[:, None])
         # Rounding the weights before they are normalised and dividing the f32 product halves the largest error: the
         # largest weight of a row is then exactly 1.
@@ -76,7 +89,7 @@ def block_diagonal_forward(
 
         b_o0 = (tl.dot(b_weights, b_v0, input_precision=PRECISION) * b_norm).to(b_v0.dtype)
         b_o1 = b_o0
-        if PAIRED_VALUE:
+        if TILE.is_value_paired:
             b_o1 = (tl.dot(b_weights, b_v1, input_precision=PRECISION) * b_norm).to(b_v0.dtype)
-        store_operand(output, b_o0, b_o1, start, written, head, QUERY_HEADS, HEAD_DIM, ROWS, COLUMNS, FULL,
-                      STORE_DESCRIPTOR, PAIRED_VALUE, INTERLEAVED)
+        store_rows(output, b_o0, b_o1, start, written, head, SHAPE.query_heads, SHAPE, ROTARY, TILE,
+                   TILE.is_value_paired)

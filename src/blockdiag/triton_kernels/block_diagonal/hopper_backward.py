@@ -7,6 +7,8 @@ copy of the same bytes, and 1.38 times if 4 query heads share a key head. The ke
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
 # fmt: off
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from blockdiag.triton_kernels.block_diagonal.arguments import BackwardScalars, GradientPointers, Tables
 from blockdiag.triton_kernels.launch.gluon_names import reinterpret, thread_barrier
 from blockdiag.triton_kernels.parts.hopper_tiles import (
     load_table_lines,
@@ -32,6 +35,31 @@ from blockdiag.triton_kernels.parts.hopper_tiles import (
     tile_rows_at,
     zero_rows,
 )
+
+
+class Gradients(NamedTuple):
+    """Where gradients are stored: descriptors, and pointers to the same memory."""
+
+    d_query: Any
+    d_key: Any
+    d_value: Any
+    pointers: Any
+
+
+class HeadMemory(NamedTuple):
+    """Shared memory of one head.
+
+    Attributes:
+        query, key, value, cotangent: tiles of operands.
+        weights, score_gradients: tiles of P and dS, which lie in the memory of `value`.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    cotangent: Any
+    weights: Any
+    score_gradients: Any
 
 
 @gluon.jit
@@ -62,65 +90,76 @@ def score_gradients(b_scores, b_dp, rows, scale, scale_log2, ROWS: gl.constexpr,
 
 
 @gluon.jit
-def head_gradients(
-    d_query, d_key, d_value, p_d_query, p_d_key, p_d_value, q_smem, k_smem, v_smem, do_smem, p_smem, ds_smem, v_ready,
-    do_ready, value, next_ready, start, rows, written, column, b_cos, b_sin, scale, scale_log2,
-    KEY_COLUMN: gl.constexpr, VALUE_COLUMN: gl.constexpr, ROTATE_QUERY: gl.constexpr, ROTATE_KEY: gl.constexpr,
-    INTERLEAVED: gl.constexpr, FULL: gl.constexpr, CAUSAL: gl.constexpr, LOAD_NEXT: gl.constexpr,
-    STRIDE: gl.constexpr, LAYOUT: gl.constexpr,
-):
+def head_gradients(gradients, memory, v_ready, do_ready, value, next_ready, span, column, b_cos, b_sin, scalars,
+                   SHAPE: gl.constexpr, ROTARY: gl.constexpr, TILE: gl.constexpr, LOAD_NEXT: gl.constexpr,
+                   LAYOUT: gl.constexpr):
     """Compute and store the gradients of one head whose q and k have arrived.
 
-    dV is staged in dO's memory, dQ in k's and dK in q's. P and dS are staged in v's memory, which contains `p_smem` and
-    `ds_smem`. With LOAD_NEXT the next head's v is loaded there afterwards.
+    dV is staged in dO's memory, dQ in k's and dK in q's. P and dS are staged in v's memory. With LOAD_NEXT the next
+    head's v is loaded there afterwards.
+
+    `gradients` is a Gradients, `memory` a HeadMemory, `span` is what `tile_rows_at` returns.
     """
+    q_smem = memory.query
+    k_smem = memory.key
+    v_smem = memory.value
+    do_smem = memory.cotangent
+    start, rows, written, _ = span
     ROWS: gl.constexpr = q_smem.shape[0]
     HEAD_DIM: gl.constexpr = q_smem.shape[1]
-    ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY
+    ROTATES: gl.constexpr = ROTARY.rotates_query or ROTARY.rotates_key
+    STRIDE: gl.constexpr = SHAPE.query_row * HEAD_DIM
+    KEY_COLUMN: gl.constexpr = SHAPE.first_key * HEAD_DIM
+    VALUE_COLUMN: gl.constexpr = SHAPE.first_value * HEAD_DIM
     dtype: gl.constexpr = q_smem.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    prepare_operands(q_smem, k_smem, rows, b_cos, b_sin, ROTATE_QUERY, ROTATE_KEY, INTERLEAVED, FULL, LAYOUT)
+    prepare_operands(q_smem, k_smem, rows, b_cos, b_sin, ROTARY.rotates_query, ROTARY.rotates_key,
+                     ROTARY.is_interleaved, TILE.is_full, LAYOUT)
     b_zero = gl.zeros([ROWS, ROWS], gl.float32, S)
     b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, LAYOUT)
     b_scores = warpgroup_mma(q_smem, k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     mbarrier.wait(v_ready, 0)
     mbarrier.wait(do_ready, 0)
-    prepare_operands(v_smem, do_smem, rows, 0, 0, False, False, INTERLEAVED, FULL, LAYOUT)
+    prepare_operands(v_smem, do_smem, rows, 0, 0, False, False, ROTARY.is_interleaved, TILE.is_full, LAYOUT)
     b_dp = warpgroup_mma(do_smem, v_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(1, deps=[b_scores])
-    b_p, b_ds = score_gradients(b_scores, b_dp, rows, scale, scale_log2, ROWS, FULL, CAUSAL)
+    b_p, b_ds = score_gradients(b_scores, b_dp, rows, scalars.scale, scalars.scale_log2, ROWS, TILE.is_full,
+                                SHAPE.is_causal)
     thread_barrier()
-    p_smem.store(b_p.to(dtype))
+    memory.weights.store(b_p.to(dtype))
     b_ds = b_ds.to(dtype)
-    ds_smem.store(b_ds)
+    memory.score_gradients.store(b_ds)
     fence_async_shared()
     thread_barrier()
     b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, LAYOUT, 2))
-    b_dv = warpgroup_mma(p_smem.permute((1, 0)), do_smem, b_none, use_acc=False, is_async=True)
-    if ROTARY:
+    b_dv = warpgroup_mma(memory.weights.permute((1, 0)), do_smem, b_none, use_acc=False, is_async=True)
+    if ROTATES:
         # The tables take 64 registers at 128 columns. More than one gradient at a time would spill.
         b_dv = warpgroup_mma_wait(0, deps=[b_dv])
-        b_dk = warpgroup_mma(ds_smem.permute((1, 0)), q_smem, b_none, use_acc=False, is_async=True)
+        b_dk = warpgroup_mma(memory.score_gradients.permute((1, 0)), q_smem, b_none, use_acc=False, is_async=True)
         thread_barrier()
-        put_tile(d_value, p_d_value, do_smem, b_dv.to(dtype), start, written, VALUE_COLUMN + column, STRIDE, FULL, True)
+        put_tile(gradients.d_value, gradients.pointers.d_value, do_smem, b_dv.to(dtype), start, written,
+                 VALUE_COLUMN + column, STRIDE, TILE.is_full, True)
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         b_dq = warpgroup_mma(b_ds, k_smem, b_none, use_acc=False, is_async=True)
-        if ROTATE_KEY:
-            b_dk = rotate(b_dk, b_cos, b_sin, -1.0, INTERLEAVED)
+        if ROTARY.rotates_key:
+            b_dk = rotate(b_dk, b_cos, b_sin, -1.0, ROTARY.is_interleaved)
         thread_barrier()
-        put_tile(d_key, p_d_key, q_smem, b_dk.to(dtype), start, written, KEY_COLUMN + column, STRIDE, FULL, True)
+        put_tile(gradients.d_key, gradients.pointers.d_key, q_smem, b_dk.to(dtype), start, written, KEY_COLUMN + column,
+                 STRIDE, TILE.is_full, True)
         if LOAD_NEXT:
             load_tile(value, v_smem, start, VALUE_COLUMN + column + HEAD_DIM, next_ready)
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-        if ROTATE_QUERY:
-            b_dq = rotate(b_dq, b_cos, b_sin, -1.0, INTERLEAVED)
+        if ROTARY.rotates_query:
+            b_dq = rotate(b_dq, b_cos, b_sin, -1.0, ROTARY.is_interleaved)
         thread_barrier()
-        put_tile(d_query, p_d_query, k_smem, b_dq.to(dtype), start, written, column, STRIDE, FULL, True)
+        put_tile(gradients.d_query, gradients.pointers.d_query, k_smem, b_dq.to(dtype), start, written, column, STRIDE,
+                 TILE.is_full, True)
     else:
         b_dq = warpgroup_mma(b_ds, k_smem, b_none, use_acc=False, is_async=True)
         b_dv = warpgroup_mma_wait(1, deps=[b_dv])
         b_ev = b_dv.to(dtype)
-        b_dk = warpgroup_mma(ds_smem.permute((1, 0)), q_smem, b_none, use_acc=False, is_async=True)
+        b_dk = warpgroup_mma(memory.score_gradients.permute((1, 0)), q_smem, b_none, use_acc=False, is_async=True)
         b_dq = warpgroup_mma_wait(1, deps=[b_dq])
         b_eq = b_dq.to(dtype)
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
@@ -133,51 +172,51 @@ def head_gradients(
         q_smem.store(b_ek)
         fence_async_shared()
         thread_barrier()
-        send_tile(d_value, p_d_value, do_smem, b_ev, start, written, VALUE_COLUMN + column, STRIDE, FULL)
-        send_tile(d_query, p_d_query, k_smem, b_eq, start, written, column, STRIDE, FULL)
-        send_tile(d_key, p_d_key, q_smem, b_ek, start, written, KEY_COLUMN + column, STRIDE, FULL)
+        send_tile(gradients.d_value, gradients.pointers.d_value, do_smem, b_ev, start, written, VALUE_COLUMN + column,
+                  STRIDE, TILE.is_full)
+        send_tile(gradients.d_query, gradients.pointers.d_query, k_smem, b_eq, start, written, column, STRIDE,
+                  TILE.is_full)
+        send_tile(gradients.d_key, gradients.pointers.d_key, q_smem, b_ek, start, written, KEY_COLUMN + column, STRIDE,
+                  TILE.is_full)
 
 
 @gluon.jit
 def block_diagonal_hopper_backward(
-    query, key, value, output_cotangent, p_tiles, p_cos, p_sin, p_positions, d_query, d_key, d_value, p_d_query,
-    p_d_key, p_d_value, sequence_length, scale, scale_log2, table_rows, QUERY_HEADS: gl.constexpr,
-    KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, FULL: gl.constexpr, TABLE: gl.constexpr,
-    CAUSAL: gl.constexpr, ROTATE_QUERY: gl.constexpr, ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr,
-    POSITIONS: gl.constexpr,
-    PACKED: gl.constexpr, HEADS: gl.constexpr,
+    query, key, value, output_cotangent, tables: Tables, d_query, d_key, d_value, pointers: GradientPointers,
+    scalars: BackwardScalars, SHAPE: gl.constexpr, ROTARY: gl.constexpr, TILE: gl.constexpr,
 ):
-    """Compute HEADS (1 or 2) heads of one tile per program, for equal numbers of query and key heads.
+    """Compute `heads` (1 or 2) heads of one tile per program, for equal numbers of query and key heads.
 
-    The grid is tiles * (KEY_HEADS // HEADS). Descriptors have blocks of [ROWS, HEAD_DIM]. `p_d_query`, `p_d_key` and
-    `p_d_value` point to the memory of `d_query`, `d_key` and `d_value`. With two heads the rotary tables are read once
+    The grid is tiles * (key_heads // heads). Descriptors have blocks of [rows,
+                                                                          head_dim]. `pointers` point to the memory of
+    `d_query`, `d_key` and `d_value`. With two heads the rotary tables are read once
     for both, and the second head's operands are loaded while the first head is computed.
+
+    SHAPE is a Shape, ROTARY a Rotary, TILE a HopperTile.
     """
-    ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY
-    gl.static_assert(QUERY_HEADS == KEY_HEADS)
+    ROWS: gl.constexpr = TILE.rows
+    HEADS: gl.constexpr = TILE.heads
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    ROTATES: gl.constexpr = ROTARY.rotates_query or ROTARY.rotates_key
+    gl.static_assert(SHAPE.query_heads == SHAPE.key_heads)
     dtype: gl.constexpr = query.dtype
-    TILE: gl.constexpr = query.layout
+    MEMORY: gl.constexpr = query.layout
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients.
-    KEY_FIRST: gl.constexpr = QUERY_HEADS if PACKED else 0
-    VALUE_FIRST: gl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
-    if PACKED:
+    if SHAPE.is_packed:
         key = query
         value = query
         d_key = d_query
         d_value = d_query
-        p_d_key = p_d_query
-        p_d_value = p_d_query
-    KEY_COLUMN: gl.constexpr = KEY_FIRST * HEAD_DIM
-    VALUE_COLUMN: gl.constexpr = VALUE_FIRST * HEAD_DIM
-    STRIDE: gl.constexpr = (3 if PACKED else 1) * KEY_HEADS * HEAD_DIM
-    q_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
-    do_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
-    k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+        pointers = GradientPointers(pointers.d_query, pointers.d_query, pointers.d_query)
+    KEY_COLUMN: gl.constexpr = SHAPE.first_key * HEAD_DIM
+    VALUE_COLUMN: gl.constexpr = SHAPE.first_value * HEAD_DIM
+    q_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], MEMORY)
+    do_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], MEMORY)
+    k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], MEMORY)
     scores = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], SCORES)
     if HEAD_DIM == 2 * ROWS:
-        v_smem = reinterpret(scores, dtype, [ROWS, HEAD_DIM], TILE)
+        v_smem = reinterpret(scores, dtype, [ROWS, HEAD_DIM], MEMORY)
     else:
         v_smem = scores.index(0)
     q_ready = make_barrier()
@@ -193,24 +232,25 @@ def block_diagonal_hopper_backward(
     fence_async_shared()
     thread_barrier()
 
-    tile = gl.program_id(0) // (KEY_HEADS // HEADS)
-    column = gl.program_id(0) % (KEY_HEADS // HEADS) * (HEADS * HEAD_DIM)
-    start, rows, written, position = tile_rows_at(p_tiles, tile, sequence_length, ROWS, TABLE, FULL)
-    if ROTARY:
+    tile = gl.program_id(0) // (SHAPE.key_heads // HEADS)
+    column = gl.program_id(0) % (SHAPE.key_heads // HEADS) * (HEADS * HEAD_DIM)
+    span = tile_rows_at(tables.tiles, tile, scalars.sequence_length, ROWS, SHAPE.has_tiles, TILE.is_full)
+    start, rows, _, position = span
+    if ROTATES:
         # The tables are loaded first, because one thread takes a while to start the loads of all tiles.
-        b_cos, b_sin = load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
-                                        POSITIONS)
+        b_cos, b_sin = load_table_lines(tables.cos, tables.sin, tables.positions, start, rows, position,
+                                        scalars.table_rows, ROWS, HEAD_DIM, ROTARY.positions)
     load_tile(query, q_smem, start, column, q_ready)
     load_tile(key, k_smem, start, KEY_COLUMN + column, k_ready)
     load_tile(output_cotangent, do_smem, start, column, do_ready)
     load_tile(value, v_smem, start, VALUE_COLUMN + column, v_ready)
     if HEADS == 2:
-        next_q_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
-        next_do_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+        next_q_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], MEMORY)
+        next_do_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], MEMORY)
         load_tile(query, next_q_smem, start, column + HEAD_DIM, next_q_ready)
         load_tile(output_cotangent, next_do_smem, start, column + HEAD_DIM, next_do_ready)
-    if ROTARY:
-        b_cos, b_sin = spread_tables(b_cos, b_sin, INTERLEAVED, L)
+    if ROTATES:
+        b_cos, b_sin = spread_tables(b_cos, b_sin, ROTARY.is_interleaved, L)
         fence_async_shared()
         thread_barrier()
     else:
@@ -218,26 +258,20 @@ def block_diagonal_hopper_backward(
         b_sin = 0
     if HEADS == 2:
         # Allocated here so that it can reuse the scratch memory of `spread_tables`.
-        next_k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+        next_k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], MEMORY)
         load_tile(key, next_k_smem, start, KEY_COLUMN + column + HEAD_DIM, next_k_ready)
     mbarrier.wait(q_ready, 0)
     mbarrier.wait(k_ready, 0)
-    head_gradients(
-        d_query, d_key, d_value, p_d_query, p_d_key, p_d_value, q_smem, k_smem, v_smem, do_smem, scores.index(0),
-        scores.index(1), v_ready, do_ready, value, next_v_ready, start, rows, written, column, b_cos, b_sin, scale,
-        scale_log2, KEY_COLUMN, VALUE_COLUMN, ROTATE_QUERY, ROTATE_KEY, INTERLEAVED, FULL, CAUSAL, HEADS == 2, STRIDE,
-        L,
-    )
+    gradients = Gradients(d_query, d_key, d_value, pointers)
+    memory = HeadMemory(q_smem, k_smem, v_smem, do_smem, scores.index(0), scores.index(1))
+    head_gradients(gradients, memory, v_ready, do_ready, value, next_v_ready, span, column, b_cos, b_sin, scalars,
+                   SHAPE, ROTARY, TILE, HEADS == 2, L)
     if HEADS == 2:
         mbarrier.wait(next_q_ready, 0)
         mbarrier.wait(next_k_ready, 0)
-        head_gradients(
-            d_query, d_key, d_value, p_d_query, p_d_key, p_d_value, next_q_smem, next_k_smem, v_smem, next_do_smem,
-            scores.index(0), scores.index(1), next_v_ready, next_do_ready, value, next_v_ready, start, rows, written,
-            column + HEAD_DIM, b_cos, b_sin, scale, scale_log2, KEY_COLUMN, VALUE_COLUMN, ROTATE_QUERY, ROTATE_KEY,
-            INTERLEAVED, FULL, CAUSAL,
-            False, STRIDE, L,
-        )
+        memory = HeadMemory(next_q_smem, next_k_smem, v_smem, next_do_smem, scores.index(0), scores.index(1))
+        head_gradients(gradients, memory, next_v_ready, next_do_ready, value, next_v_ready, span, column + HEAD_DIM,
+                       b_cos, b_sin, scalars, SHAPE, ROTARY, TILE, False, L)
         next_q_smem._keep_alive()
         next_do_smem._keep_alive()
         next_k_smem._keep_alive()
@@ -251,48 +285,45 @@ def block_diagonal_hopper_backward(
 
 @gluon.jit
 def block_diagonal_hopper_grouped_backward(
-    query, key, value, output_cotangent, p_tiles, p_cos, p_sin, p_positions, d_query, d_key, d_value, p_d_query,
-    p_d_key, p_d_value, sequence_length, scale, scale_log2, table_rows, QUERY_HEADS: gl.constexpr,
-    KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, FULL: gl.constexpr, TABLE: gl.constexpr,
-    CAUSAL: gl.constexpr, ROTATE_QUERY: gl.constexpr, ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr,
-    POSITIONS: gl.constexpr, PACKED: gl.constexpr,
+    query, key, value, output_cotangent, tables: Tables, d_query, d_key, d_value, pointers: GradientPointers,
+    scalars: BackwardScalars, SHAPE: gl.constexpr, ROTARY: gl.constexpr, TILE: gl.constexpr,
 ):
     """Compute one key head of one tile per program, for several query heads per key head.
 
-    The grid is tiles * KEY_HEADS. dK and dV stay in registers over the group. The next query head's q and dO are loaded
+    The grid is tiles * key_heads. dK and dV stay in registers over the group. The next query head's q and dO are loaded
     while one is computed. With rotary embedding, shared memory holds the tables instead of this prefetch; in registers
     they would spill.
+
+    SHAPE is a Shape, ROTARY a Rotary, TILE a HopperTile.
     """
-    GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
-    ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY
+    GROUP: gl.constexpr = SHAPE.group_size
+    ROWS: gl.constexpr = TILE.rows
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    ROTATES: gl.constexpr = ROTARY.rotates_query or ROTARY.rotates_key
     dtype: gl.constexpr = query.dtype
-    TILE: gl.constexpr = query.layout
+    MEMORY: gl.constexpr = query.layout
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
-    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients.
-    KEY_FIRST: gl.constexpr = QUERY_HEADS if PACKED else 0
-    VALUE_FIRST: gl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
-    if PACKED:
+    if SHAPE.is_packed:
         key = query
         value = query
         d_key = d_query
         d_value = d_query
-        p_d_key = p_d_query
-        p_d_value = p_d_query
-    QUERY_STRIDE: gl.constexpr = (QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS) * HEAD_DIM
-    KEY_STRIDE: gl.constexpr = (QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS) * HEAD_DIM
-    STAGES: gl.constexpr = 1 if ROTARY else 2
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], TILE)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], TILE)
-    k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
-    v_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+        pointers = GradientPointers(pointers.d_query, pointers.d_query, pointers.d_query)
+    QUERY_STRIDE: gl.constexpr = SHAPE.query_row * HEAD_DIM
+    KEY_STRIDE: gl.constexpr = SHAPE.key_row * HEAD_DIM
+    STAGES: gl.constexpr = 1 if ROTATES else 2
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], MEMORY)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], MEMORY)
+    k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], MEMORY)
+    v_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], MEMORY)
     scores = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], SCORES)
     p_smem = scores.index(0)
     ds_smem = scores.index(1)
     if HEAD_DIM == 2 * ROWS:
-        leaving_smem = reinterpret(scores, dtype, [ROWS, HEAD_DIM], TILE)
+        leaving_smem = reinterpret(scores, dtype, [ROWS, HEAD_DIM], MEMORY)
     else:
         leaving_smem = scores.index(0)
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -305,20 +336,21 @@ def block_diagonal_hopper_grouped_backward(
     fence_async_shared()
     thread_barrier()
 
-    tile = gl.program_id(0) // KEY_HEADS
-    key_head = gl.program_id(0) % KEY_HEADS
-    start, rows, written, position = tile_rows_at(p_tiles, tile, sequence_length, ROWS, TABLE, FULL)
-    load_tile(key, k_smem, start, (KEY_FIRST + key_head) * HEAD_DIM, k_ready)
+    tile = gl.program_id(0) // SHAPE.key_heads
+    key_head = gl.program_id(0) % SHAPE.key_heads
+    start, rows, written, position = tile_rows_at(tables.tiles, tile, scalars.sequence_length, ROWS, SHAPE.has_tiles,
+                                                  TILE.is_full)
+    load_tile(key, k_smem, start, (SHAPE.first_key + key_head) * HEAD_DIM, k_ready)
     load_tile(query, q_tiles.index(0), start, key_head * GROUP * HEAD_DIM, q_ready.index(0))
-    load_tile(value, v_smem, start, (VALUE_FIRST + key_head) * HEAD_DIM, v_ready)
+    load_tile(value, v_smem, start, (SHAPE.first_value + key_head) * HEAD_DIM, v_ready)
     load_tile(output_cotangent, do_tiles.index(0), start, key_head * GROUP * HEAD_DIM, do_ready.index(0))
-    if ROTARY:
+    if ROTATES:
         TABLE_TILE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-        PAIR_LAYOUT: gl.constexpr = pair_zeros(ROWS, HEAD_DIM, INTERLEAVED, L).type.layout
+        PAIR_LAYOUT: gl.constexpr = pair_zeros(ROWS, HEAD_DIM, ROTARY.is_interleaved, L).type.layout
         cos_smem = gl.allocate_shared_memory(gl.float32, [ROWS, HEAD_DIM // 2], TABLE_TILE)
         sin_smem = gl.allocate_shared_memory(gl.float32, [ROWS, HEAD_DIM // 2], TABLE_TILE)
-        b_cos, b_sin = load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
-                                        POSITIONS)
+        b_cos, b_sin = load_table_lines(tables.cos, tables.sin, tables.positions, start, rows, position,
+                                        scalars.table_rows, ROWS, HEAD_DIM, ROTARY.positions)
         cos_smem.store(b_cos.to(gl.float32))
         sin_smem.store(b_sin.to(gl.float32))
         thread_barrier()
@@ -333,7 +365,8 @@ def block_diagonal_hopper_grouped_backward(
     b_dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, L)
     mbarrier.wait(k_ready, 0)
     mbarrier.wait(v_ready, 0)
-    prepare_operands(k_smem, v_smem, rows, b_cos, b_sin, ROTATE_KEY, False, INTERLEAVED, FULL, L)
+    prepare_operands(k_smem, v_smem, rows, b_cos, b_sin, ROTARY.rotates_key, False, ROTARY.is_interleaved, TILE.is_full,
+                     L)
     for member in range(GROUP):
         stage = member % STAGES
         phase = (member // STAGES) & 1
@@ -342,22 +375,24 @@ def block_diagonal_hopper_grouped_backward(
         head = key_head * GROUP + member
         mbarrier.wait(q_ready.index(stage), phase)
         mbarrier.wait(do_ready.index(stage), phase)
-        if ROTATE_QUERY:
+        if ROTARY.rotates_query:
             b_cos_here = cos_smem.load(PAIR_LAYOUT)
             b_sin_here = sin_smem.load(PAIR_LAYOUT)
         else:
             b_cos_here = 0
             b_sin_here = 0
-        prepare_operands(q_smem, do_smem, rows, b_cos_here, b_sin_here, ROTATE_QUERY, False, INTERLEAVED, FULL, L)
+        prepare_operands(q_smem, do_smem, rows, b_cos_here, b_sin_here, ROTARY.rotates_query, False,
+                         ROTARY.is_interleaved, TILE.is_full, L)
         b_zero = gl.zeros([ROWS, ROWS], gl.float32, S)
         b_scores = warpgroup_mma(q_smem, k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
         b_dp = warpgroup_mma(do_smem, v_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
         b_scores = warpgroup_mma_wait(1, deps=[b_scores])
-        b_p, b_ds = score_gradients(b_scores, b_dp, rows, scale, scale_log2, ROWS, FULL, CAUSAL)
+        b_p, b_ds = score_gradients(b_scores, b_dp, rows, scalars.scale, scalars.scale_log2, ROWS, TILE.is_full,
+                                    SHAPE.is_causal)
         # After this wait the previous head's dQ has been stored, and its buffers are free for the next head's operands.
         tma.store_wait(0)
         thread_barrier()
-        if not ROTARY:
+        if not ROTATES:
             follow = (member > 0) & (member + 1 < GROUP)
             load_tile(query, q_tiles.index(stage ^ 1), start, (head + 1) * HEAD_DIM, q_ready.index(stage ^ 1), follow)
             load_tile(output_cotangent, do_tiles.index(stage ^ 1), start, (head + 1) * HEAD_DIM,
@@ -372,12 +407,12 @@ def block_diagonal_hopper_grouped_backward(
         b_dq = warpgroup_mma(gl.convert_layout(b_ds, A), k_smem, b_none, use_acc=False, is_async=True)
         b_dk = warpgroup_mma(ds_smem.permute((1, 0)), q_smem, b_dk, is_async=True)
         b_dv, b_dq = warpgroup_mma_wait(1, deps=[b_dv, b_dq])
-        if ROTATE_QUERY:
-            b_dq = rotate(b_dq, cos_smem.load(PAIR_LAYOUT), sin_smem.load(PAIR_LAYOUT), -1.0, INTERLEAVED)
+        if ROTARY.rotates_query:
+            b_dq = rotate(b_dq, cos_smem.load(PAIR_LAYOUT), sin_smem.load(PAIR_LAYOUT), -1.0, ROTARY.is_interleaved)
         b_dq = b_dq.to(dtype)
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         thread_barrier()
-        if ROTARY:
+        if ROTATES:
             follow = member + 1 < GROUP
             load_tile(query, q_smem, start, (head + 1) * HEAD_DIM, q_ready.index(0), follow)
             load_tile(output_cotangent, do_smem, start, (head + 1) * HEAD_DIM, do_ready.index(0), follow)
@@ -387,17 +422,20 @@ def block_diagonal_hopper_grouped_backward(
         out_smem.store(b_dq)
         fence_async_shared()
         thread_barrier()
-        send_tile(d_query, p_d_query, out_smem, b_dq, start, written, head * HEAD_DIM, QUERY_STRIDE, FULL)
-    if ROTATE_KEY:
-        b_dk = rotate(b_dk, cos_smem.load(PAIR_LAYOUT), sin_smem.load(PAIR_LAYOUT), -1.0, INTERLEAVED)
+        send_tile(d_query, pointers.d_query, out_smem, b_dq, start, written, head * HEAD_DIM, QUERY_STRIDE,
+                  TILE.is_full)
+    if ROTARY.rotates_key:
+        b_dk = rotate(b_dk, cos_smem.load(PAIR_LAYOUT), sin_smem.load(PAIR_LAYOUT), -1.0, ROTARY.is_interleaved)
     b_ek = b_dk.to(dtype)
     b_ev = b_dv.to(dtype)
     v_smem.store(b_ev)
     k_smem.store(b_ek)
     fence_async_shared()
     thread_barrier()
-    send_tile(d_value, p_d_value, v_smem, b_ev, start, written, (VALUE_FIRST + key_head) * HEAD_DIM, KEY_STRIDE, FULL)
-    send_tile(d_key, p_d_key, k_smem, b_ek, start, written, (KEY_FIRST + key_head) * HEAD_DIM, KEY_STRIDE, FULL)
+    send_tile(d_value, pointers.d_value, v_smem, b_ev, start, written, (SHAPE.first_value + key_head) * HEAD_DIM,
+              KEY_STRIDE, TILE.is_full)
+    send_tile(d_key, pointers.d_key, k_smem, b_ek, start, written, (SHAPE.first_key + key_head) * HEAD_DIM, KEY_STRIDE,
+              TILE.is_full)
     # Shared memory must be neither freed nor reused while TMA still reads it.
     tma.store_wait(0)
     q_tiles._keep_alive()

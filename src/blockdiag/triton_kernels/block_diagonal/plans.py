@@ -16,12 +16,24 @@ from typing import Any, Literal
 from blockdiag.common.dtype_table import KERNEL_FLOATS
 from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 from blockdiag.triton_kernels.block_diagonal import configs
+from blockdiag.triton_kernels.block_diagonal.arguments import (
+    BackwardScalars,
+    Chunk,
+    ForwardScalars,
+    GradientPointers,
+    HopperTile,
+    Rotary,
+    Shape,
+    Tables,
+    Tile,
+)
 from blockdiag.triton_kernels.launch.compiler_versions import adjusted
 from blockdiag.triton_kernels.launch.plan import (
     Argument,
     CompileOptions,
     Constexpr,
     Descriptor,
+    Group,
     LaunchPlan,
     Pointer,
     Role,
@@ -31,7 +43,7 @@ from blockdiag.triton_kernels.launch.plan import (
 )
 
 LOG2_E = 1.4426950408889634
-_POSITIONS = {"sequence": 0, "explicit": 1, "token": 2}
+_POSITIONS: Mapping[str, Literal[0, 1, 2]] = {"sequence": 0, "explicit": 1, "token": 2}
 
 Pass = Literal["forward", "backward", "query_gradient", "key_gradient"]
 
@@ -183,20 +195,19 @@ class BlockDiagonalLaunch:
             heads = problem.key_heads if name in _KEY_SHAPED else problem.query_heads
         return TensorSpec((problem.tokens, heads, problem.head_dim), problem.dtype)
 
-    def _input_pointers(self) -> dict[str, Argument]:
-        """Return a pointer for every input that is present, and None for every optional input that is absent."""
-        arguments: dict[str, Argument] = {
-            name: Constexpr(None) for name in ("key", "value", "p_tiles", "p_cos", "p_sin", "p_positions")
+    def _input_pointers(self) -> dict[str, Argument | Group]:
+        """Return the inputs: pointers to the arrays that are present, None for the others, and the group of tables."""
+        found: dict[str, Argument] = {
+            name: Pointer("input", index) for index, (name, _) in enumerate(self._input_specs())
         }
-        for index, (name, _) in enumerate(self._input_specs()):
-            arguments[name] = Pointer("input", index)
-        return arguments
+        tables = Tables._make(found.pop(f"p_{name}", Constexpr(None)) for name in Tables._fields)
+        return {"key": Constexpr(None), "value": Constexpr(None), **found, "tables": tables}
 
-    def _output_pointers(self, prefix: str = "") -> dict[str, Argument]:
-        absent = [prefix + name for name in _RESULTS[self.kind] if name not in self._results]
+    def _output_pointers(self) -> dict[str, Argument]:
+        absent = [name for name in _RESULTS[self.kind] if name not in self._results]
         arguments: dict[str, Argument] = {name: Constexpr(None) for name in absent}
         for index, name in enumerate(self._results):
-            arguments[f"p_{name}" if name in _STATISTICS else prefix + name] = Pointer("output", index)
+            arguments[f"p_{name}" if name in _STATISTICS else name] = Pointer("output", index)
         return arguments
 
     def _descriptors(
@@ -210,42 +221,56 @@ class BlockDiagonalLaunch:
             for index, name in enumerate(names)
         }
 
-    def _scalars(self) -> dict[str, Argument]:
+    def _scalars(self) -> dict[str, Argument | Group]:
         """Return the run-time scalars. None is compiled in, so different lengths and scales share a kernel."""
         problem = self.problem
         units = problem.num_tiles * (problem.query_heads if self.kind == "forward" else problem.key_heads)
-        return {
-            "num_items": Scalar(units, "i32"),
-            "num_units": Scalar(problem.num_tiles * problem.key_heads, "i32"),
+        shared = {
             "sequence_length": Scalar(problem.sequence_length or 0, "i32"),
-            "scale": Scalar(problem.scale, "fp32"),
             "scale_log2": Scalar(problem.scale * LOG2_E, "fp32"),
             "table_rows": Scalar(problem.rotary.table_rows if problem.rotary else 0, "i32"),
         }
+        return {
+            "num_items": Scalar(units, "i32"),
+            "num_units": Scalar(problem.num_tiles * problem.key_heads, "i32"),
+            "scalars": ForwardScalars(**shared)
+            if self.kind == "forward"
+            else BackwardScalars(**shared, scale=Scalar(problem.scale, "fp32")),
+        }
 
-    def _constants(self) -> dict[str, Argument]:
+    def _constants(self) -> dict[str, Argument | Group]:
         """Return the compile-time values that all families share."""
         problem, rotary = self.problem, self.problem.rotary
-        values = {
-            "QUERY_HEADS": problem.query_heads,
-            "KEY_HEADS": problem.key_heads,
-            "HEAD_DIM": problem.head_dim,
-            "BLOCK_SIZE": problem.block_size,
-            "TABLE": not problem.is_uniform,
-            "CAUSAL": problem.is_causal,
-            "PACKED": problem.is_packed,
-            "ROTATE_QUERY": rotary is not None and rotary.query,
-            "ROTATE_KEY": rotary is not None and rotary.key,
-            "ROTATE_VALUE": rotary is not None and rotary.value,
-            "INTERLEAVED": rotary is not None and rotary.interleaved,
-            "POSITIONS": _POSITIONS[rotary.positions] if rotary else 0,
-            # Full float32 products: tf32 would keep ten bits of mantissa.
-            "PRECISION": "ieee" if problem.dtype == "float32" else "tf32",
-        }
-        return {name: Constexpr(value) for name, value in values.items()}
+        is_packed = problem.is_packed
+        shape = Shape(
+            query_heads=problem.query_heads,
+            key_heads=problem.key_heads,
+            group_size=problem.group_size,
+            head_dim=problem.head_dim,
+            is_packed=is_packed,
+            query_row=problem.packed_heads if is_packed else problem.query_heads,
+            key_row=problem.packed_heads if is_packed else problem.key_heads,
+            first_key=problem.query_heads if is_packed else 0,
+            first_value=problem.query_heads + problem.key_heads if is_packed else 0,
+            has_tiles=not problem.is_uniform,
+            is_causal=problem.is_causal,
+        )
+        rotation = Rotary(
+            rotates_query=rotary is not None and rotary.query,
+            rotates_key=rotary is not None and rotary.key,
+            rotates_value=rotary is not None and rotary.value,
+            is_interleaved=rotary is not None and rotary.interleaved,
+            positions=_POSITIONS[rotary.positions] if rotary else 0,
+        )
+        return {"SHAPE": Constexpr(shape), "ROTARY": Constexpr(rotation)}
+
+    @property
+    def _precision(self) -> Literal["ieee", "tf32"]:
+        # Full float32 products: tf32 would keep ten bits of mantissa.
+        return "ieee" if self.problem.dtype == "float32" else "tf32"
 
     def _launch(
-        self, kernel: Any, programs: int, arguments: Mapping[str, Argument], options: CompileOptions
+        self, kernel: Any, programs: int, arguments: Mapping[str, Argument | Group], options: CompileOptions
     ) -> LaunchPlan:
         return LaunchPlan(
             name=self.name,
@@ -285,17 +310,19 @@ class BlockDiagonalLaunch:
             arguments |= self._tile_descriptors("input", self._operands, rows, columns)
             if is_full:
                 arguments |= self._tile_descriptors("output", self._results, rows, columns)
-        values = {
-            "ROWS": rows,
-            "COLUMNS": columns,
-            "FULL": is_full,
-            "PAIRED": is_paired,
-            "PAIRED_VALUE": is_value_paired,
-            "DESCRIPTORS": config.descriptors,
-            "WARP_SPECIALIZE": config.warp_specialize,
-            "LOOP_STAGES": config.loop_stages,
-        }
-        arguments |= {name: Constexpr(value) for name, value in values.items()}
+        tile = Tile(
+            block_size=problem.block_size,
+            rows=rows,
+            columns=columns,
+            is_full=is_full,
+            is_paired=is_paired,
+            is_value_paired=is_value_paired,
+            precision=self._precision,
+            has_descriptors=config.descriptors,
+            warp_specialize=config.warp_specialize,
+            loop_stages=config.loop_stages,
+        )
+        arguments["TILE"] = Constexpr(tile)
         items = problem.num_tiles * (problem.query_heads if self.kind == "forward" else problem.key_heads)
         programs = min(items, config.programs_per_sm * target.num_sms) if config.programs_per_sm else items
         kernel = block_diagonal_forward if self.kind == "forward" else block_diagonal_backward
@@ -325,15 +352,12 @@ class BlockDiagonalLaunch:
         config = configs.hopper_config(problem, self.kind == "backward")
         rows = configs.HOPPER_ROWS
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        pointers = self._output_pointers("p_")
-        if problem.is_full:
-            # TMA alone stores full tiles, so no pointers are needed.
-            pointers = {name: Constexpr(None) for name in pointers}
-        arguments = self._input_pointers() | self._output_pointers() | pointers | self._scalars() | self._constants()
+        arguments = self._input_pointers() | self._scalars() | self._constants()
+        arguments |= self._output_memory()
         arguments |= self._descriptors(self._operands, "input", rows, problem.head_dim, layout)
-        arguments |= self._descriptors(self._results, "output", rows, problem.head_dim, layout)
-        values = {"ROWS": rows, "FULL": problem.is_full, "HEADS": config.heads}
-        arguments |= {name: Constexpr(value) for name, value in values.items()}
+        absent = {name: Constexpr(None) for name in _RESULTS[self.kind]}
+        arguments |= absent | self._descriptors(self._results, "output", rows, problem.head_dim, layout)
+        arguments["TILE"] = Constexpr(HopperTile(rows=rows, is_full=problem.is_full, heads=config.heads))
         if self.kind == "forward":
             kernel, heads = block_diagonal_hopper_forward, problem.query_heads
         elif problem.group_size == 1:
@@ -343,6 +367,16 @@ class BlockDiagonalLaunch:
         options = CompileOptions(num_warps=4, maxnreg=config.maxnreg)
         return self._launch(kernel, problem.num_tiles * (heads // config.heads), arguments, options)
 
+    def _output_memory(self) -> dict[str, Argument | Group]:
+        """Return pointers to the results of the Hopper kernels: `p_output`, or the group `pointers` of gradients."""
+        # TMA alone stores full tiles, so no pointers are needed.
+        found = {} if self.problem.is_full else self._output_pointers()
+        if self.kind == "forward":
+            return {"p_output": found.get("output", Constexpr(None))}
+        return {
+            "pointers": GradientPointers._make(found.get(name, Constexpr(None)) for name in GradientPointers._fields)
+        }
+
     def _chunked_plan(self, target: Target) -> LaunchPlan:
         from blockdiag.triton_kernels.block_diagonal import chunked as kernels
 
@@ -351,8 +385,17 @@ class BlockDiagonalLaunch:
         config = adjusted(config, configs.ADJUSTMENTS, problem, self.kind, target.arch)
         arguments = self._input_pointers() | self._output_pointers() | self._scalars() | self._constants()
         chunks = configs.most_chunks(problem, config)
-        values = {"CHUNK": config.rows, "CHUNKS": chunks, "COLUMNS": configs.tile_columns(problem)}
-        arguments |= {name: Constexpr(value) for name, value in values.items()}
+        rotary = problem.rotary
+        chunk = Chunk(
+            block_size=problem.block_size,
+            rows=config.rows,
+            chunks=chunks,
+            columns=configs.tile_columns(problem),
+            is_paired=rotary is not None and (rotary.query or rotary.key),
+            is_value_paired=rotary is not None and rotary.value,
+            precision=self._precision,
+        )
+        arguments["TILE"] = Constexpr(chunk)
         heads = problem.key_heads if self.kind == "key_gradient" else problem.query_heads
         kernel = {
             "forward": kernels.block_diagonal_chunked_forward,

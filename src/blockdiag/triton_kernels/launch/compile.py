@@ -230,15 +230,43 @@ def compile_key(plan: LaunchPlan, arch: int) -> tuple[Any, ...]:
     return (
         plan.kernel.cache_key,
         tuple(signature(plan).items()),
-        tuple((name, argument.key()) for name, argument in plan.arguments.items() if isinstance(argument, Constexpr)),
+        tuple((leaf.path, leaf.argument.key()) for leaf in plan.leaves() if isinstance(leaf.argument, Constexpr)),
         plan.options,
         arch,
     )
 
 
-def signature(plan: LaunchPlan) -> dict[str, str]:
-    """Return the type of every kernel parameter in Triton's spelling, in the kernel's order."""
-    return {name: _signature_type(plan, argument) for name, argument in plan.arguments.items()}
+def signature(plan: LaunchPlan) -> dict[str, Any]:
+    """Return the type of every kernel parameter in Triton's spelling, in the kernel's order.
+
+    The type of a group is a NamedTuple with the same fields, from which Triton takes the names of attributes.
+    """
+    arguments = plan.arguments.items()
+    return {name: map_argument(lambda x: _signature_type(plan, x), argument) for name, argument in arguments}
+
+
+def map_argument(function: Callable[[Any], Any], argument: Any) -> Any:
+    """Return the result of a function for an argument, or for every member of a group as a group of the same kind."""
+    if not isinstance(argument, tuple):
+        return function(argument)
+    kind: Any = type(argument)
+    return kind._make(map(function, argument))
+
+
+def parameter_places(plan: LaunchPlan) -> list[tuple[int, int, Callable[[list[Any]], Any] | None]] | None:
+    """Return the first and the end leaf of every parameter, and what makes a group of them.
+
+    Returns None if no parameter is a group.
+    """
+    places = []
+    first = 0
+    for argument in plan.arguments.values():
+        kind: Any = type(argument)
+        is_group = isinstance(argument, tuple)
+        end = first + (len(argument) if is_group else 1)
+        places.append((first, end, kind._make if is_group else None))
+        first = end
+    return places if any(make is not None for _, _, make in places) else None
 
 
 def buffer_spec(plan: LaunchPlan, argument: Pointer | Descriptor) -> TensorSpec:
@@ -257,8 +285,26 @@ def check_plan(plan: LaunchPlan) -> None:
     if len(plan.grid) != 3 or any(not 1 <= size <= limit for size, limit in zip(plan.grid, _GRID_LIMITS, strict=True)):
         raise ValueError(f"plan {plan.name!r}: `grid` must be three sizes within 1..{_GRID_LIMITS}, got {plan.grid}")
     for name, argument in plan.arguments.items():
-        _check_argument(plan, name, argument)
+        if isinstance(argument, tuple):
+            _check_group(plan, name, argument)
+    for leaf in plan.leaves():
+        _check_argument(plan, leaf.name, leaf.argument)
     _check_outputs(plan)
+
+
+def _check_group(plan: LaunchPlan, name: str, group: Any) -> None:
+    where = f"plan {plan.name!r}, parameter {name!r}"
+    if not hasattr(group, "_fields"):
+        raise ValueError(f"{where}: a group of arguments must be a NamedTuple, got {group!r}")
+    if "values" in group._fields or "type" in group._fields:
+        raise ValueError(
+            f"{where}: Triton's tuples have attributes `values` and `type`; rename the fields of {type(group).__name__}"
+        )
+    if any(isinstance(argument, Descriptor | tuple) for argument in group):
+        raise ValueError(
+            f"{where}: a group may hold pointers, scalars and compile-time values, got {group!r}; Triton's launcher "
+            "makes descriptors only for parameters of their own"
+        )
 
 
 def _check_argument(plan: LaunchPlan, name: str, argument: Any) -> None:
@@ -316,7 +362,7 @@ def _check_outputs(plan: LaunchPlan) -> None:
             )
     written = {
         argument.index
-        for argument in plan.arguments.values()
+        for _, _, argument in plan.leaves()
         if isinstance(argument, Pointer | Descriptor) and argument.role == "output"
     }
     for index, spec in enumerate(plan.outputs):
@@ -421,11 +467,13 @@ def _run_in_turn(plan: LaunchPlan, arch: int, hook: private_triton.StageHook | N
     if plan.options.maxnreg is not None:
         options["maxnreg"] = plan.options.maxnreg
     attributes: dict[tuple[int, ...], Any] = {
-        (position,): [["tt.divisibility", 16]]
-        for position, argument in enumerate(plan.arguments.values())
-        if isinstance(argument, Pointer)
+        leaf.path: [["tt.divisibility", 16]] for leaf in plan.leaves() if isinstance(leaf.argument, Pointer)
     }
-    constants = {name: argument.value for name, argument in plan.arguments.items() if isinstance(argument, Constexpr)}
+    constants = {
+        leaf.path: private_triton.compile_time_value(leaf.argument.value)
+        for leaf in plan.leaves()
+        if isinstance(leaf.argument, Constexpr)
+    }
     with _Turn(hook) as turn:
         source = private_triton.kernel_source(
             plan.kernel,

@@ -5,9 +5,10 @@ jax, torch nor triton. So every consumer (the JAX call, the torch launch, the in
 the same data and launches the same kernel.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 Role = Literal["input", "output"]
 ScalarType = Literal["i1", "i32", "i64", "fp32"]
@@ -155,9 +156,14 @@ class Constexpr:
     """A compile-time value.
 
     Values of different types are unequal, because 1, 1.0 and True compile differently. Floats compare by their bits.
+    The fields of a frozen dataclass compare in the same way.
+
+    Triton's cache identifies a value by its `repr`. So every value needs a `repr` that is equal in all processes. A
+    kernel reads only the fields of a dataclass: a property may change while the `repr` does not.
 
     Attributes:
-        value: int, float, bool, str, None, a triton dtype, or another hashable value that a kernel accepts.
+        value: int, float, bool, str, None, a triton dtype, a frozen dataclass of such values, or another hashable value
+            that a kernel accepts.
 
     Example:
         >>> from blockdiag.triton_kernels.launch.plan import Constexpr
@@ -175,10 +181,35 @@ class Constexpr:
 
     def key(self) -> tuple[str, Any]:
         """Return a hashable key that identifies the value and its type."""
-        return type(self.value).__name__, self.value.hex() if isinstance(self.value, float) else self.value
+        return _typed(self.value)
+
+
+def _typed(value: Any) -> tuple[str, Any]:
+    name = type(value).__name__
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return name, tuple((x.name, _typed(getattr(value, x.name))) for x in fields)
+    return name, value.hex() if isinstance(value, float) else value
 
 
 type Argument = Pointer | Descriptor | Scalar | Constexpr
+type Group = tuple[Argument, ...]
+"""A NamedTuple of arguments, which a kernel receives as one parameter and reads by attribute."""
+
+
+class Leaf(NamedTuple):
+    """One argument of a plan.
+
+    Attributes:
+        name: the name of the kernel's parameter, followed by the name of the field if the parameter is a group:
+            "block_size" or "arrays.query".
+        path: the position of the parameter, followed by the position in the group. Triton uses these paths, too.
+        argument: the argument.
+    """
+
+    name: str
+    path: tuple[int, ...]
+    argument: Argument
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,7 +243,8 @@ class LaunchPlan:
         kernel: the `@triton.jit` or `@gluon.jit` function.
         grid: programs along the three grid axes.
         inputs, outputs: the arrays the launch reads and writes, in the order the caller passes and receives them.
-        arguments: every parameter of the kernel by name, in the kernel's own order.
+        arguments: every parameter of the kernel by name, in the kernel's own order. A group of pointers or scalars is a
+            NamedTuple. See `leaves` for the order in which launchers pass them.
         options: compile options.
         aliases: (input index, output index) pairs that share one buffer: the output starts with the input's content.
         flops: approximate floating-point operations of the matrix products; 0 if the launch is bound by memory.
@@ -242,10 +274,23 @@ class LaunchPlan:
     grid: tuple[int, int, int]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    arguments: Mapping[str, Argument]
+    arguments: Mapping[str, Argument | Group]
     options: CompileOptions = field(default_factory=CompileOptions)
     aliases: tuple[tuple[int, int], ...] = ()
     flops: float = 0.0
+
+    def leaves(self) -> Iterator[Leaf]:
+        """Yield every argument, with groups flattened in place.
+
+        This is the order of the compiled kernel's parameters. Compile-time values are no parameters of it.
+        """
+        for position, (name, argument) in enumerate(self.arguments.items()):
+            if isinstance(argument, tuple):
+                fields = getattr(argument, "_fields", range(len(argument)))
+                for index, (field_name, member) in enumerate(zip(fields, argument, strict=True)):
+                    yield Leaf(f"{name}.{field_name}", (position, index), member)
+            else:
+                yield Leaf(name, (position,), argument)
 
 
 def named_arguments(
@@ -262,13 +307,33 @@ def named_arguments(
         name = parameter.removeprefix("p_")
         if parameter in known:
             arguments[parameter] = known[parameter]
-        elif name in output_names:
-            arguments[parameter] = Pointer("output", output_names.index(name))
-        elif name in input_names:
-            arguments[parameter] = Pointer("input", input_names.index(name))
         else:
-            arguments[parameter] = Constexpr(None)
+            arguments[parameter] = _array_argument(name, input_names, output_names)
     return arguments
+
+
+def array_group[G: Group](kind: type[G], input_names: Sequence[str], output_names: Sequence[str]) -> G:
+    """Return a group of pointers to the arrays that the fields of a NamedTuple are named after.
+
+    If the call has no array of that name, the argument is None. A name that is both an input and an output refers to
+    the output.
+    """
+    fields: Any = kind
+    return fields._make(_array_argument(name, input_names, output_names) for name in fields._fields)
+
+
+def _array_argument(name: str, input_names: Sequence[str], output_names: Sequence[str]) -> Argument:
+    if name in output_names:
+        return Pointer("output", output_names.index(name))
+    if name in input_names:
+        return Pointer("input", input_names.index(name))
+    return Constexpr(None)
+
+
+def scalar_group[G: Group](kind: type[G], dtype: ScalarType = "i32", **values: int | float | Scalar) -> G:
+    """Return a group of run-time scalars. A value that is not yet a `Scalar` gets the given type."""
+    fields: Any = kind
+    return fields(**{name: x if isinstance(x, Scalar) else Scalar(x, dtype) for name, x in values.items()})
 
 
 @runtime_checkable

@@ -166,8 +166,8 @@ def kernel_metadata(kernel: Any) -> dict[str, Any]:
 
 def kernel_source(
     kernel: Any,
-    signature: Mapping[str, str],
-    constants: Mapping[str, Any],
+    signature: Mapping[str, Any],
+    constants: Mapping[tuple[int, ...], Any],
     attributes: Mapping[tuple[int, ...], Any],
     *,
     function_of: Callable[[Any], Any],
@@ -186,6 +186,40 @@ def kernel_source(
     source = _source_class(kernel.is_gluon())(kernel, signature, constants, attributes)
     source.function_of, source.key_suffix, source.when_module = function_of, key_suffix, when_module
     return source
+
+
+def compile_time_value(value: Any) -> Any:
+    """Return a compile-time value in the form that kernels are compiled with.
+
+    The compiler wraps values in `constexpr`, but not their attributes. Lists of plain numbers, `and` and `not` of plain
+    truth values, and plain strings as arguments then fail. So the fields of a dataclass are wrapped as well.
+    """
+    return _Fields(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+class _Fields:
+    """A dataclass whose fields are read as `constexpr`. It has the value's equality, hash and `repr`."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __getattr__(self, name: str) -> Any:
+        from triton.language import constexpr
+
+        if name not in self._value.__dataclass_fields__:
+            raise AttributeError(f"{type(self._value).__name__} has no field {name!r}")
+        return constexpr(compile_time_value(getattr(self._value, name)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Fields) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __repr__(self) -> str:
+        return repr(self._value)
 
 
 @functools.cache

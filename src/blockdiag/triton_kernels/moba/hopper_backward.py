@@ -8,6 +8,8 @@ half their registers. They start the scores of the next tile before they finish 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
 # fmt: off
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -19,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blockdiag.triton_kernels.launch.gluon_names import load_async, thread_barrier
+from blockdiag.triton_kernels.moba.arguments import BlocksBackwardArrays, BlocksBackwardScalars
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 
 STAGES = gl.constexpr(3)
@@ -26,6 +29,60 @@ PLACES = gl.constexpr(4)
 CARRY_WARPS = gl.constexpr(4)
 # This leaves the computing warps just enough registers to have their products in flight at the same time.
 CARRY_REGISTERS = gl.constexpr(40)
+
+
+class CarryMemory(NamedTuple):
+    """Shared memory of the warps that move data: the ring, the places of its rows, and barriers."""
+
+    query: Any
+    cotangent: Any
+    score_start: Any
+    weight_start: Any
+    query_gradient: Any
+    places: Any
+    parts: Any
+    full: Any
+    empty: Any
+    part_full: Any
+    part_empty: Any
+
+
+class CarryArrays(NamedTuple):
+    """The arrays that the warps that move data read and write."""
+
+    query: Any
+    output_cotangent: Any
+    score_start: Any
+    weight_start: Any
+    part: Any
+    offsets: Any
+    counts: Any
+    entries: Any
+
+
+class ComputeMemory(NamedTuple):
+    """Shared memory of the warps that compute: the block's keys and values, the ring, and barriers."""
+
+    key: Any
+    value: Any
+    query: Any
+    cotangent: Any
+    score_gradients: Any
+    score_start: Any
+    weight_start: Any
+    query_gradient: Any
+    full: Any
+    empty: Any
+    part_full: Any
+    part_empty: Any
+
+
+class ComputeArrays(NamedTuple):
+    """The arrays that the warps that compute read."""
+
+    mask: Any
+    own: Any
+    counts: Any
 
 
 @gluon.jit
@@ -39,14 +96,14 @@ def load_key_tile(memory, source, start, length, head, HEADS: gl.constexpr, HEAD
 
 
 @gluon.jit
-def store_key_tile(target, b_tile, p_mask, start, length, head, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-                   LINES: gl.constexpr, MASK: gl.constexpr):
+def store_key_tile(target, b_tile, p_mask, start, length, head, SHAPE: gl.constexpr, LINES: gl.constexpr):
     """Store the first `length` rows of a tile in whole cache lines, with zeros for masked keys."""
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
     b_tile = gl.convert_layout(b_tile, LINES)
     o_row = gl.expand_dims(gl.arange(0, b_tile.shape[0], gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
-    o_block = (start + o_row).to(gl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
-    if MASK:
+    o_block = (start + o_row).to(gl.int64) * (SHAPE.key_heads * HEAD_DIM) + head * HEAD_DIM + o_column
+    if SHAPE.has_mask:
         m_key = gl.load(p_mask + start + o_row, mask=o_row < length, other=0) != 0
         b_tile = gl.where(m_key & (o_column >= 0), b_tile, gl.full_like(b_tile, 0.0))
     gl.store(target + o_block, b_tile, mask=(o_row < length) & (o_column >= 0))
@@ -109,14 +166,19 @@ def scatter_rows(dq_tile, places, parts, p_part, LINES: gl.constexpr):
 
 
 @gluon.jit
-def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty, part_full, part_empty, query,
-          output_cotangent, p_score_start, p_weight_start, p_part, p_offsets, p_counts, p_entries, block, key_head,
-          own_first, own_rows, num_blocks, query_tokens, QUERY_HEADS: gl.constexpr, GROUP: gl.constexpr,
-          SLOTS: gl.constexpr, PART_HEADS: gl.constexpr):
+def carry(memory, arrays, block, key_head, own_first, own_rows, num_blocks, query_tokens, SHAPE: gl.constexpr):
     """Fill the ring and scatter the partial gradients, which follow two tiles later.
 
     Each head gets one tile more than it has, because `compute` starts the scores of the next tile in advance.
+
+    `memory` is a CarryMemory, `arrays` a CarryArrays, SHAPE an OwnShape.
     """
+    q_smem = memory.query
+    do_smem = memory.cotangent
+    places = memory.places
+    parts = memory.parts
+    GROUP: gl.constexpr = SHAPE.group_size
+    SLOTS: gl.constexpr = SHAPE.slots
     ROWS: gl.constexpr = q_smem.shape[1]
     HEAD_DIM: gl.constexpr = q_smem.shape[2]
     WARPS: gl.constexpr = gl.num_warps()
@@ -130,39 +192,40 @@ def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty
     emptied = 0
     for i in range(GROUP):
         head = key_head * GROUP + i
-        p_list, listed = list_of(p_offsets, p_counts, p_entries, head, block, num_blocks, query_tokens, SLOTS)
+        p_list, listed = list_of(arrays.offsets, arrays.counts, arrays.entries, head, block, num_blocks, query_tokens,
+                                 SLOTS)
         tiles = own_tiles + (listed + ROWS - 1) // ROWS
         part_head = gl.program_id(1) * GROUP + i
-        b_place, b_part = tile_places(p_list, 0, listed, own_first, own_rows, own_tiles, head, part_head, QUERY_HEADS,
-                                      SLOTS, PART_HEADS, ROWS, ONE)
+        b_place, b_part = tile_places(p_list, 0, listed, own_first, own_rows, own_tiles, head, part_head,
+                                      SHAPE.query_heads, SLOTS, SHAPE.part_heads, ROWS, ONE)
         for at in range(tiles + 2):
             places.index(at % PLACES).store(b_place)
             parts.index(at % PLACES).store(b_part)
             thread_barrier()
             if at <= tiles:
                 stage = filled % STAGES
-                mbarrier.wait(empty.index(stage), filled // STAGES % 2 ^ 1)
-                load_async(ss_smem.index(stage), p_score_start + b_place, mask=b_place >= 0)
-                load_async(ws_smem.index(stage), p_weight_start + b_place,
-                                                       mask=b_place >= 0)
+                mbarrier.wait(memory.empty.index(stage), filled // STAGES % 2 ^ 1)
+                load_async(memory.score_start.index(stage), arrays.score_start + b_place, mask=b_place >= 0)
+                load_async(memory.weight_start.index(stage), arrays.weight_start + b_place, mask=b_place >= 0)
                 # Load the next tile's places early to hide the latency.
                 b_place, b_part = tile_places(p_list, at + 1, listed, own_first, own_rows, own_tiles, head, part_head,
-                                              QUERY_HEADS, SLOTS, PART_HEADS, ROWS, ONE)
+                                              SHAPE.query_heads, SLOTS, SHAPE.part_heads, ROWS, ONE)
                 for part in gl.static_range(PARTS):
                     gather_rows(q_smem.index(stage).slice(part * PART, PART),
                                 do_smem.index(stage).slice(part * PART, PART),
-                                places.index(at % PLACES).slice(part * PART, PART), query, output_cotangent, LINES)
+                                places.index(at % PLACES).slice(part * PART, PART), arrays.query,
+                                arrays.output_cotangent, LINES)
                 # The copies arrive at the barrier when they complete. These warps do not wait for them.
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                async_copy.mbarrier_arrive(memory.full.index(stage), increment_count=False)
                 filled += 1
             if at > 1:
-                mbarrier.wait(part_full.index(0), emptied % 2)
+                mbarrier.wait(memory.part_full.index(0), emptied % 2)
                 for part in gl.static_range(PARTS):
-                    scatter_rows(dq_smem.slice(part * PART, PART),
+                    scatter_rows(memory.query_gradient.slice(part * PART, PART),
                                  places.index((at - 2) % PLACES).slice(part * PART, PART),
-                                 parts.index((at - 2) % PLACES).slice(part * PART, PART), p_part, LINES)
+                                 parts.index((at - 2) % PLACES).slice(part * PART, PART), arrays.part, LINES)
                 thread_barrier()
-                mbarrier.arrive(part_empty.index(0), count=1)
+                mbarrier.arrive(memory.part_empty.index(0), count=1)
                 emptied += 1
 
 
@@ -180,14 +243,20 @@ def start_product(a_smem, b_smem, start_smem, stage, b_zero):
 
 
 @gluon.jit
-def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem, full, empty, part_full, part_empty,
-            p_mask, p_own, p_counts, block, key_head, start, length, own_first, own_rows,
-            own_limit, num_blocks, query_tokens, scale, scale_log2, GROUP: gl.constexpr, OWN: gl.constexpr,
-            MASK: gl.constexpr):
+def compute(memory, arrays, block, key_head, start, length, own_first, own_rows, own_limit, num_blocks, query_tokens,
+            scale, scale_log2, SHAPE: gl.constexpr):
     """Compute the gradients of the block's keys (without the scale) and values in f32.
 
-    Scores and weights are [keys, queries]; only the partial gradients are [queries, HEAD_DIM].
+    Scores and weights are [keys, queries]; only the partial gradients are [queries, head_dim].
+
+    `memory` is a ComputeMemory, `arrays` a ComputeArrays, SHAPE an OwnShape.
     """
+    k_smem = memory.key
+    v_smem = memory.value
+    q_smem = memory.query
+    do_smem = memory.cotangent
+    ss_smem = memory.score_start
+    GROUP: gl.constexpr = SHAPE.group_size
     ROWS: gl.constexpr = q_smem.shape[1]
     KEYS: gl.constexpr = k_smem.shape[0]
     HEAD_DIM: gl.constexpr = k_smem.shape[1]
@@ -205,9 +274,9 @@ def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem,
     sent = 0
     for i in range(GROUP):
         head = key_head * GROUP + i
-        listed = gl.load(p_counts + head.to(gl.int64) * num_blocks + block)
+        listed = gl.load(arrays.counts + head.to(gl.int64) * num_blocks + block)
         tiles = own_tiles + (listed + ROWS - 1) // ROWS
-        mbarrier.wait(full.index(used % STAGES), used // STAGES % 2)
+        mbarrier.wait(memory.full.index(used % STAGES), used // STAGES % 2)
         fence_async_shared()
         # No product is in flight at the loop's back edge, because its registers could not be moved there.
         b_scores = warpgroup_mma_wait(0, deps=[start_product(k_smem, q_smem, ss_smem, used % STAGES, b_zero)])
@@ -216,21 +285,22 @@ def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem,
             used += 1
             q_tile = q_smem.index(stage)
             do_tile = do_smem.index(stage)
-            ds_tile = ds_smem.index(at % 2)
-            b_dp = start_product(v_smem, do_smem, ws_smem, stage, b_zero)
+            ds_tile = memory.score_gradients.index(at % 2)
+            b_dp = start_product(v_smem, do_smem, memory.weight_start, stage, b_zero)
             b_p = gl.exp2(b_scores * scale_log2)
-            if MASK or (at < own_tiles or length < KEYS):
+            if SHAPE.has_mask or (at < own_tiles or length < KEYS):
                 # Mask absent keys and, in tiles of own queries, keys after the query. Own queries are consecutive, so
                 # their limits are too.
                 o_key = gl.arange(0, KEYS, gl.SliceLayout(1, S))
                 m_key = o_key < length
-                if MASK:
-                    m_key = m_key & (gl.load(p_mask + start + o_key, mask=m_key, other=0) != 0)
+                if SHAPE.has_mask:
+                    m_key = m_key & (gl.load(arrays.mask + start + o_key, mask=m_key, other=0) != 0)
                 o_own = at * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, S))
                 b_limit = gl.where(at < own_tiles, own_limit + o_own, KEYS)
-                if OWN:
+                if SHAPE.has_own:
                     m_own = (at < own_tiles) & (o_own < own_rows)
-                    b_own = gl.load(p_own + head.to(gl.int64) * query_tokens + own_first + o_own, mask=m_own, other=1)
+                    b_own = gl.load(arrays.own + head.to(gl.int64) * query_tokens + own_first + o_own, mask=m_own,
+                                    other=1)
                     b_limit = gl.where(b_own != 0, b_limit, 0)
                 m_weights = gl.expand_dims(m_key, 1) & (gl.expand_dims(o_key, 1) < gl.expand_dims(b_limit, 0))
                 b_p = gl.where(m_weights, b_p, 0.0)
@@ -244,54 +314,56 @@ def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem,
             b_dv = warpgroup_mma_wait(0, deps=[b_dv])
             b_dk = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, D, 2)), q_tile, b_dk, is_async=True)
             b_dq = warpgroup_mma(ds_tile.permute((1, 0)), k_smem, b_none, use_acc=False, is_async=True)
-            mbarrier.wait(full.index(used % STAGES), used // STAGES % 2)
+            mbarrier.wait(memory.full.index(used % STAGES), used // STAGES % 2)
             # Make the other threads' copies visible to the tensor cores.
             fence_async_shared()
             b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
-            mbarrier.wait(part_empty.index(0), sent % 2 ^ 1)
+            mbarrier.wait(memory.part_empty.index(0), sent % 2 ^ 1)
             sent += 1
-            dq_smem.store((b_dq * scale).to(dtype))
+            memory.query_gradient.store((b_dq * scale).to(dtype))
             b_next = start_product(k_smem, q_smem, ss_smem, used % STAGES, b_zero)
             thread_barrier()
-            mbarrier.arrive(part_full.index(0), count=1)
-            mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.arrive(memory.part_full.index(0), count=1)
+            mbarrier.arrive(memory.empty.index(stage), count=1)
             b_scores = warpgroup_mma_wait(0, deps=[b_next])
         # The scores of the extra tile after the last one are not used.
         thread_barrier()
-        mbarrier.arrive(empty.index(used % STAGES), count=1)
+        mbarrier.arrive(memory.empty.index(used % STAGES), count=1)
         used += 1
     return b_dk, b_dv
 
 
 @gluon.jit
-def moba_hopper_backward(query, key, value, output_cotangent, p_mask, p_blocks, p_queries, p_own, p_offsets, p_counts,
-                         p_entries, p_score_start, p_weight_start, p_part, d_key, d_value,
-                         query_tokens, num_blocks, first_head, scale, scale_log2,
-                         QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-                         SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-                         OWN: gl.constexpr, MASK: gl.constexpr):
-    """Compute the gradients of one block and key head per program, and the partial gradients of its queries."""
+def moba_hopper_backward(arrays: BlocksBackwardArrays, scalars: BlocksBackwardScalars, SHAPE: gl.constexpr,
+                         TILE: gl.constexpr):
+    """Compute the gradients of one block and key head per program, and the partial gradients of its queries.
+
+    SHAPE is an OwnShape, TILE a BlockTile.
+    """
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    ROWS: gl.constexpr = TILE.rows
+    KEYS: gl.constexpr = TILE.keys
     block = gl.program_id(0)
-    GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
-    key_head = first_head // GROUP + gl.program_id(1)
-    start = gl.load(p_blocks + block * 4)
-    length = gl.load(p_blocks + block * 4 + 1)
+    GROUP: gl.constexpr = SHAPE.group_size
+    key_head = scalars.first_head // GROUP + gl.program_id(1)
+    start = gl.load(arrays.blocks + block * 4)
+    length = gl.load(arrays.blocks + block * 4 + 1)
     if length <= 0:
         return
-    own_first = gl.load(p_blocks + block * 4 + 2)
-    own_rows = gl.load(p_blocks + block * 4 + 3)
+    own_first = gl.load(arrays.blocks + block * 4 + 2)
+    own_rows = gl.load(arrays.blocks + block * 4 + 3)
     # The number of the block's keys that its first own query sees.
-    own_limit = gl.load(p_queries + own_first * 4 + 3, mask=own_rows > 0, other=0) - start
-    dtype: gl.constexpr = query.dtype.element_ty
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    own_limit = gl.load(arrays.queries + own_first * 4 + 3, mask=own_rows > 0, other=0) - start
+    dtype: gl.constexpr = arrays.query.dtype.element_ty
+    MEMORY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [gl.num_warps(), 1], [1, 0])
-    k_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], TILE)
-    v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], TILE)
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], TILE)
-    do_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], TILE)
-    ds_smem = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], TILE)
-    dq_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+    k_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], MEMORY)
+    v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], MEMORY)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], MEMORY)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], MEMORY)
+    ds_smem = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], MEMORY)
+    dq_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], MEMORY)
     ss_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     ws_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     places = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS], PLAIN)
@@ -300,24 +372,29 @@ def moba_hopper_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
     empty = make_barriers(STAGES, 1)
     part_full = make_barriers(1, 1)
     part_empty = make_barriers(1, 1)
-    load_key_tile(k_smem, key, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES)
-    load_key_tile(v_smem, value, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES)
+    load_key_tile(k_smem, arrays.key, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
+    load_key_tile(v_smem, arrays.value, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
     thread_barrier()
+    compute_memory = ComputeMemory(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem, full, empty,
+                                   part_full, part_empty)
+    carry_memory = CarryMemory(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty, part_full,
+                               part_empty)
+    # Only what a partition reads is passed, because the values are passed through shared memory.
+    carry_arrays = CarryArrays(arrays.query, arrays.output_cotangent, arrays.score_start, arrays.weight_start,
+                               arrays.part, arrays.offsets, arrays.counts, arrays.entries)
+    compute_arrays = ComputeArrays(arrays.mask, arrays.own, arrays.counts)
     b_dk, b_dv = gl.warp_specialize(
         [
-            (compute, (k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem, full, empty, part_full,
-                       part_empty, p_mask, p_own, p_counts, block, key_head, start, length,
-                       own_first, own_rows, own_limit, num_blocks, query_tokens, scale, scale_log2, GROUP, OWN, MASK)),
-            (carry, (q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty, part_full, part_empty,
-                     query, output_cotangent, p_score_start, p_weight_start, p_part, p_offsets, p_counts, p_entries,
-                     block, key_head, own_first, own_rows, num_blocks, query_tokens, QUERY_HEADS, GROUP, SLOTS,
-                     PART_HEADS)),
+            (compute, (compute_memory, compute_arrays, block, key_head, start, length, own_first, own_rows, own_limit,
+                       scalars.num_blocks, scalars.query_tokens, scalars.scale, scalars.scale_log2, SHAPE)),
+            (carry, (carry_memory, carry_arrays, block, key_head, own_first, own_rows, scalars.num_blocks,
+                     scalars.query_tokens, SHAPE)),
         ],
         [CARRY_WARPS],
         [CARRY_REGISTERS],
     )
-    store_key_tile(d_key, (b_dk * scale).to(dtype), p_mask, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES, MASK)
-    store_key_tile(d_value, b_dv.to(dtype), p_mask, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES, MASK)
+    store_key_tile(arrays.d_key, (b_dk * scalars.scale).to(dtype), arrays.mask, start, length, key_head, SHAPE, LINES)
+    store_key_tile(arrays.d_value, b_dv.to(dtype), arrays.mask, start, length, key_head, SHAPE, LINES)

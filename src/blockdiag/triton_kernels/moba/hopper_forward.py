@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blockdiag.triton_kernels.launch.gluon_names import load_async, thread_barrier
+from blockdiag.triton_kernels.moba.arguments import BlocksForwardArrays, BlocksForwardScalars
 from blockdiag.triton_kernels.moba.hopper_backward import load_key_tile
 
 CODES = gl.constexpr(4)
@@ -37,56 +38,58 @@ def gather_queries(q_smem, pairs, query, head, QUERY_HEADS: gl.constexpr, HEAD_D
     o_row = gl.expand_dims(gl.maximum(b_pair, 0) // SLOTS, 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
     o_block = o_row.to(gl.int64) * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
-    load_async(q_smem, query + o_block,
-                                           mask=(gl.expand_dims(b_pair, 1) >= 0) & (o_column >= 0))
+    load_async(q_smem, query + o_block, mask=(gl.expand_dims(b_pair, 1) >= 0) & (o_column >= 0))
     async_copy.commit_group()
 
 
 @gluon.jit
-def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets, p_counts, p_entries,
-                        p_part, p_part_sum, query_tokens, num_blocks, num_items, first_head, scale_log2,
-                        QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-                        SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-                        CHUNK: gl.constexpr, MASK: gl.constexpr):
-    """Compute the partial outputs [query, head, slot, HEAD_DIM] of some of the heads.
+def moba_hopper_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScalars, SHAPE: gl.constexpr,
+                        TILE: gl.constexpr):
+    """Compute the partial outputs [query, head, slot, head_dim] of some of the heads.
 
     Each program handles one chunk of one block's list.
+
+    SHAPE is a ListShape, TILE a BlockTile.
     """
-    head = first_head + gl.program_id(1)
-    p_item = p_items + (head.to(gl.int64) * num_items + gl.program_id(0)) * 2
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    SLOTS: gl.constexpr = SHAPE.slots
+    ROWS: gl.constexpr = TILE.rows
+    KEYS: gl.constexpr = TILE.keys
+    head = scalars.first_head + gl.program_id(1)
+    p_item = arrays.items + (head.to(gl.int64) * scalars.num_items + gl.program_id(0)) * 2
     block = gl.load(p_item)
     if block < 0:
         return
-    first = gl.load(p_item + 1) * CHUNK
-    start = gl.load(p_blocks + block * 4)
-    length = gl.load(p_blocks + block * 4 + 1)
-    o_list = head.to(gl.int64) * num_blocks + block
-    p_list = p_entries + head.to(gl.int64) * (query_tokens * SLOTS) + gl.load(p_offsets + o_list)
-    last = gl.minimum(gl.load(p_counts + o_list), first + CHUNK)
-    key_head = head // (QUERY_HEADS // KEY_HEADS)
+    first = gl.load(p_item + 1) * TILE.chunk
+    start = gl.load(arrays.blocks + block * 4)
+    length = gl.load(arrays.blocks + block * 4 + 1)
+    o_list = head.to(gl.int64) * scalars.num_blocks + block
+    p_list = arrays.entries + head.to(gl.int64) * (scalars.query_tokens * SLOTS) + gl.load(arrays.offsets + o_list)
+    last = gl.minimum(gl.load(arrays.counts + o_list), first + TILE.chunk)
+    key_head = head // SHAPE.group_size
     WARPS: gl.constexpr = gl.num_warps()
-    dtype: gl.constexpr = query.dtype.element_ty
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    dtype: gl.constexpr = arrays.query.dtype.element_ty
+    MEMORY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
     R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
-    k_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], TILE)
-    v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], TILE)
-    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], TILE)
+    k_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], MEMORY)
+    v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], MEMORY)
+    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], MEMORY)
     pairs = gl.allocate_shared_memory(gl.int32, [CODES, ROWS], PLAIN)
-    load_key_tile(k_smem, key, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES)
-    load_key_tile(v_smem, value, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES)
+    load_key_tile(k_smem, arrays.key, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
+    load_key_tile(v_smem, arrays.value, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
     for j in gl.static_range(3):
         pairs.index(j).store(listed_pairs(p_list, first + j * ROWS, last, ROWS, ONE))
     thread_barrier()
     for j in gl.static_range(2):
-        gather_queries(q_smem.index(j), pairs.index(j), query, head, QUERY_HEADS, HEAD_DIM, SLOTS, LINES)
+        gather_queries(q_smem.index(j), pairs.index(j), arrays.query, head, SHAPE.query_heads, HEAD_DIM, SLOTS, LINES)
     o_key = gl.arange(0, KEYS, gl.SliceLayout(0, S))
     m_key = o_key < length
-    if MASK:
-        m_key = m_key & (gl.load(p_mask + start + o_key, mask=m_key, other=0) != 0)
+    if SHAPE.has_mask:
+        m_key = m_key & (gl.load(arrays.mask + start + o_key, mask=m_key, other=0) != 0)
     b_zero = gl.zeros([ROWS, KEYS], gl.float32, S)
     b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, R)
     async_copy.wait_group(1)
@@ -97,18 +100,19 @@ def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
     thread_barrier()
     for at in range((last - first + ROWS - 1) // ROWS):
         # The scores of this tile are ready, so the queries after the next tile's can overwrite its queries.
-        gather_queries(q_smem.index(at % 2), pairs.index((at + 2) % CODES), query, head, QUERY_HEADS, HEAD_DIM, SLOTS,
+        gather_queries(q_smem.index(at % 2), pairs.index((at + 2) % CODES), arrays.query, head, SHAPE.query_heads,
+                       HEAD_DIM, SLOTS,
                        LINES)
         b_pair = listed_pairs(p_list, first + (at + 3) * ROWS, last, ROWS, ONE)
         async_copy.wait_group(1)
         fence_async_shared()
         thread_barrier()
         b_next = warpgroup_mma(q_smem.index((at + 1) % 2), k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-        if MASK or length < KEYS:
+        if SHAPE.has_mask or length < KEYS:
             b_scores = gl.where(gl.expand_dims(m_key, 0), b_scores, float("-inf"))
-        b_max = gl.max(b_scores, 1) * scale_log2
+        b_max = gl.max(b_scores, 1) * scalars.scale_log2
         b_base = gl.where(b_max == float("-inf"), 0.0, b_max)
-        b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_base, 1))
+        b_p = gl.exp2(b_scores * scalars.scale_log2 - gl.expand_dims(b_base, 1))
         b_sum = gl.sum(b_p, 1)
         b_output = warpgroup_mma(gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, R, 2)), v_smem, b_none,
                                  use_acc=False, is_async=True)
@@ -116,16 +120,16 @@ def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
         m_seen = b_sum != 0
         b_norm = gl.convert_layout(gl.where(m_seen, 1.0 / b_sum, 0.0), gl.SliceLayout(1, R))
         b_here = pairs.index(at % CODES).load(gl.SliceLayout(1, S))
-        o_part = (b_here // SLOTS * (PART_HEADS - 1) + gl.program_id(1)).to(gl.int64) * SLOTS + b_here
-        gl.store(p_part_sum + o_part, gl.where(m_seen, b_max + gl.log2(b_sum), float("-inf")), mask=b_here >= 0)
+        o_part = (b_here // SLOTS * (SHAPE.part_heads - 1) + gl.program_id(1)).to(gl.int64) * SLOTS + b_here
+        gl.store(arrays.part_sum + o_part, gl.where(m_seen, b_max + gl.log2(b_sum), float("-inf")), mask=b_here >= 0)
         pairs.index((at + 3) % CODES).store(b_pair)
         b_scores, b_output = warpgroup_mma_wait(0, deps=[b_next, b_output])
         thread_barrier()
         b_part = gl.convert_layout((b_output * gl.expand_dims(b_norm, 1)).to(dtype), LINES)
         b_here = gl.expand_dims(pairs.index(at % CODES).load(gl.SliceLayout(1, LINES)), 1)
-        o_part = (b_here // SLOTS * (PART_HEADS - 1) + gl.program_id(1)).to(gl.int64) * SLOTS + b_here
+        o_part = (b_here // SLOTS * (SHAPE.part_heads - 1) + gl.program_id(1)).to(gl.int64) * SLOTS + b_here
         o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
-        gl.store(p_part + o_part * HEAD_DIM + o_column, b_part, mask=(b_here >= 0) & (o_column >= 0))
+        gl.store(arrays.part + o_part * HEAD_DIM + o_column, b_part, mask=(b_here >= 0) & (o_column >= 0))
     async_copy.wait_group(0)
     k_smem._keep_alive()
     v_smem._keep_alive()

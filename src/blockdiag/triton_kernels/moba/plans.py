@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from blockdiag.ops.moba.problem import MoBAProblem
@@ -12,11 +12,31 @@ from blockdiag.triton_kernels.launch.plan import (
     Argument,
     CompileOptions,
     Constexpr,
+    Group,
     LaunchPlan,
     Scalar,
     Target,
     TensorSpec,
+    array_group,
     named_arguments,
+)
+from blockdiag.triton_kernels.moba.arguments import (
+    BlocksBackwardArrays,
+    BlocksBackwardScalars,
+    BlocksForwardArrays,
+    BlocksForwardScalars,
+    BlockTile,
+    ListShape,
+    ListTile,
+    MergeBackwardArrays,
+    MergeBackwardScalars,
+    MergeForwardArrays,
+    MergeForwardScalars,
+    MergeTile,
+    OwnShape,
+    QueryPartsArrays,
+    QueryPartsScalars,
+    RowTile,
 )
 from blockdiag.triton_kernels.moba.configs import (
     ADJUSTMENTS,
@@ -73,6 +93,24 @@ _KINDS: Mapping[str, _Arrays] = {
         (*_OPERANDS, "output_cotangent", "mask", "queries", "own", "degrees", *_STARTS, "part"),
         ("d_query",),
     ),
+}
+
+
+class _Groups(NamedTuple):
+    """The classes of a kernel's groups of arguments."""
+
+    arrays: Any
+    scalars: Any
+    shape: type
+    tile: type
+
+
+_GROUPS: Mapping[str, _Groups] = {
+    "blocks_forward": _Groups(BlocksForwardArrays, BlocksForwardScalars, ListShape, BlockTile),
+    "merge_forward": _Groups(MergeForwardArrays, MergeForwardScalars, OwnShape, MergeTile),
+    "blocks_backward": _Groups(BlocksBackwardArrays, BlocksBackwardScalars, OwnShape, BlockTile),
+    "query_parts": _Groups(QueryPartsArrays, QueryPartsScalars, ListShape, ListTile),
+    "merge_backward": _Groups(MergeBackwardArrays, MergeBackwardScalars, OwnShape, RowTile),
 }
 
 
@@ -149,14 +187,13 @@ class MoBALaunch:
         kernel = getattr(importlib.import_module(f"blockdiag.triton_kernels.moba.{module}"), name)
         config = hopper or config_of(self.problem, self.kind, target.arch)
         config = adjusted(config, ADJUSTMENTS, self.problem, self.kind, target.arch)
-        known = self._scalars(config) | self._constants(config)
         return LaunchPlan(
             name=self.name,
             kernel=kernel,
             grid=self._grid(config),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=named_arguments(kernel, known, self.input_names, self.output_names),
+            arguments=self._arguments(kernel, config),
             options=CompileOptions(
                 num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers
             ),
@@ -167,6 +204,54 @@ class MoBALaunch:
             ),
             flops=self._flops(),
         )
+
+    def _arguments(self, kernel: Any, config: Config) -> dict[str, Argument | Group]:
+        """Return the arguments of a kernel. Groups are filled by the names of their fields."""
+        scalars, constants = self._scalars(config), self._constants(config)
+        groups = _GROUPS.get(self.kind)
+        if groups is None:
+            return {**named_arguments(kernel, scalars | constants, self.input_names, self.output_names)}
+        values = self._shape_values() | self._tile_values(config)
+        shape, tile = (kind(**{x.name: values[x.name] for x in fields(kind)}) for kind in (groups.shape, groups.tile))
+        return {
+            "arrays": array_group(groups.arrays, self.input_names, self.output_names),
+            "scalars": groups.scalars._make(scalars[name] for name in groups.scalars._fields),
+            "SHAPE": Constexpr(shape),
+            "TILE": Constexpr(tile),
+        }
+
+    def _shape_values(self) -> dict[str, Any]:
+        problem = self.problem
+        return {
+            "query_heads": problem.query_heads,
+            "key_heads": problem.key_heads,
+            "group_size": problem.group_size,
+            "head_dim": problem.head_dim,
+            "slots": problem.slots,
+            "part_slots": problem.slots if self.kind.endswith("forward") else self._part_slots,
+            "part_heads": self._query_heads,
+            "has_mask": problem.has_key_mask,
+            "is_causal": problem.is_causal,
+            "has_own": self.has_own and problem.is_causal,
+        }
+
+    def _tile_values(self, config: Config) -> dict[str, Any]:
+        problem = self.problem
+        return {
+            "rows": config.rows,
+            "keys": config.keys,
+            "columns": max(16, next_power_of_2(problem.head_dim)),
+            "loop_stages": config.loop_stages,
+            "precision": self._precision,
+            "chunk": config.chunk,
+            "key_tiles": self._key_tiles,
+            "slot_columns": max(2, next_power_of_2(problem.slots)),
+        }
+
+    @property
+    def _precision(self) -> Literal["ieee", "tf32"]:
+        # Full float32 products: tf32 would keep ten bits of mantissa.
+        return "ieee" if self.problem.dtype == "float32" else "tf32"
 
     def _flops(self) -> float:
         """Return the floating-point operations of the matrix products."""
@@ -333,6 +418,7 @@ class MoBALaunch:
         }
 
     def _constants(self, config: Config) -> dict[str, Argument]:
+        """Return the compile-time values of kernels that take single values: routing, lists and starts."""
         problem = self.problem
         values: dict[str, Any] = {
             "QUERY_HEADS": problem.query_heads,
@@ -346,11 +432,7 @@ class MoBALaunch:
             # the first rejected one.
             "KEEP": next_power_of_2(problem.slots + 1),
             "SLOT_COLUMNS": max(2, next_power_of_2(problem.slots)),
-            "PART_SLOTS": self._part_slots,
-            "PART_HEADS": self._query_heads,
             "ROWS": config.rows,
-            "KEYS": config.keys,
-            "KEY_TILES": self._key_tiles,
             "BLOCKS": config.blocks,
             # Spans that one program adds up at a time.
             "SPANS": 16 if -(-problem.query_tokens // span_rows(problem)) <= MANY_HEADS_SPANS else 64,
@@ -358,11 +440,7 @@ class MoBALaunch:
             # match.any finds equal values within a warp in one instruction. The interpreter does not support it.
             "MATCH": not self.is_portable,
             "CHUNK": config.chunk,
-            "CAUSAL": problem.is_causal,
-            "OWN": self.has_own and problem.is_causal,
             "MASK": problem.has_key_mask,
-            # Full float32 products: tf32 would keep ten bits of mantissa.
-            "PRECISION": "ieee" if problem.dtype == "float32" else "tf32",
-            "LOOP_STAGES": config.loop_stages,
+            "PRECISION": self._precision,
         }
         return {name: Constexpr(value) for name, value in values.items()}

@@ -6,14 +6,28 @@ from typing import Literal
 
 from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 from blockdiag.triton_kernels.launch.plan import (
-    Argument,
     CompileOptions,
     Constexpr,
     LaunchPlan,
     Scalar,
     Target,
     TensorSpec,
-    named_arguments,
+    array_group,
+    scalar_group,
+)
+from blockdiag.triton_kernels.moba_paged.arguments import (
+    BlockArrays,
+    BlockOptions,
+    BlockScalars,
+    BlockShape,
+    BlockTile,
+    ChoiceArrays,
+    ChoiceShape,
+    ChoiceTile,
+    ScoreArrays,
+    ScoreScalars,
+    ScoreShape,
+    ScoreTile,
 )
 from blockdiag.triton_kernels.paged import plans as paged
 from blockdiag.triton_kernels.paged.plans import PagedLaunch
@@ -145,71 +159,147 @@ class MoBAPagedLaunch:
 
     def plan(self, target: Target) -> LaunchPlan:
         """Return the launch plan for `target`."""
-        from blockdiag.triton_kernels.moba_paged import kernels
-
-        problem, call = self.problem, self.problem.paged
-        rows = max(1, call.batch * call.query_tokens * call.query_heads)
-        scored_rows = min(SCORED_ROWS, next_power_of_2(call.query_tokens * call.group_size))
-        columns, value_columns = next_power_of_2(call.head_dim), next_power_of_2(call.value_dim)
-        scored_blocks = min(SCORED_BLOCKS, next_power_of_2(max(1, problem.num_candidates)))
-        all_blocks = max(32, next_power_of_2(problem.num_candidates))
-        choice_blocks = min(CHOICE_BLOCKS, all_blocks)
-        parts, chooses = call.num_splits, problem.slots > 0 and not _has_chosen(problem)
-        keys = tile_keys(problem)
         match self.kind:
             case "scores":
-                kernel, blocks = kernels.moba_paged_scores, scored_blocks
-                grid = (max(1, -(-problem.num_candidates // blocks)), call.key_heads, max(1, call.batch))
-                # With one warp the sums over columns need no shared memory.
-                num_warps = 1
+                return self._scores_plan()
             case "choose":
-                kernel, blocks, grid = kernels.moba_paged_choose, choice_blocks, (rows, 1, 1)
-                num_warps = min(MAX_WARPS, max(1, choice_blocks // 256))
+                return self._choice_plan()
             case "blocks":
-                kernel, blocks, grid = kernels.moba_paged_blocks, all_blocks if chooses else 0, (rows, parts, 1)
-                num_warps = min(MAX_WARPS, max(1, keys * _bytes_of_a_key(problem) // WARP_BYTES))
-        known: dict[str, Argument] = {
-            "rows": Scalar(rows, "i32"),
-            "max_pages": Scalar(call.max_pages, "i32"),
-            "num_pages": Scalar(call.num_pages, "i32"),
-            "max_keys": Scalar(call.max_keys, "i32"),
-            "max_blocks": Scalar(problem.max_blocks, "i32"),
-            "num_candidates": Scalar(problem.num_candidates, "i32"),
-            "scale": Scalar(call.scale, "fp32"),
-        }
-        constants = {
-            "QUERY_TOKENS": call.query_tokens,
-            "QUERY_HEADS": call.query_heads,
-            "KEY_HEADS": call.key_heads,
-            "HEAD_DIM": call.head_dim,
-            "COLUMNS": columns,
-            "VALUE_DIM": call.value_dim,
-            "VALUE_COLUMNS": value_columns,
-            "PAGE_SIZE": call.page_size,
-            "BLOCK_SIZE": problem.block_size,
-            "ROWS": scored_rows,
-            "ALL_ROWS": next_power_of_2(call.query_tokens * call.group_size),
-            "BLOCKS": blocks,
-            "SLOTS": problem.slots,
-            "SLOT_COLUMNS": next_power_of_2(max(1, problem.slots)),
-            "CHOOSES": chooses,
-            "PARTS": parts,
-            "PART_COLUMNS": min(64, max(2, next_power_of_2(parts))),
-            "KEYS": keys,
-            "TABLE": call.has_page_table,
-            "QUERY_LENGTHS": call.has_query_lengths,
-            "SCORE_SCALE": call.has_score_scale,
-            "KEY_SCALE": call.key_scale != "none",
-            "VALUE_SCALE": call.value_scale,
-        }
-        known |= {name: Constexpr(value) for name, value in constants.items()}
+                return self._blocks_plan()
+
+    @property
+    def _rows(self) -> int:
+        call = self.problem.paged
+        return max(1, call.batch * call.query_tokens * call.query_heads)
+
+    def _scores_plan(self) -> LaunchPlan:
+        from blockdiag.triton_kernels.moba_paged.kernels import moba_paged_scores
+
+        problem, call = self.problem, self.problem.paged
+        rows = next_power_of_2(call.query_tokens * call.group_size)
+        tile = ScoreTile(
+            blocks=min(SCORED_BLOCKS, next_power_of_2(max(1, problem.num_candidates))),
+            rows=min(SCORED_ROWS, rows),
+            all_rows=rows,
+            columns=next_power_of_2(call.head_dim),
+        )
+        shape = ScoreShape(
+            query_tokens=call.query_tokens,
+            query_heads=call.query_heads,
+            key_heads=call.key_heads,
+            group_size=call.group_size,
+            head_dim=call.head_dim,
+            block_size=problem.block_size,
+            has_query_lengths=call.has_query_lengths,
+        )
         return LaunchPlan(
             name=self.name,
-            kernel=kernel,
-            grid=grid,
+            kernel=moba_paged_scores,
+            grid=(max(1, -(-problem.num_candidates // tile.blocks)), call.key_heads, max(1, call.batch)),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=named_arguments(kernel, known, self.input_names, self.output_names),
+            arguments={
+                "arrays": array_group(ScoreArrays, self.input_names, self.output_names),
+                "scalars": scalar_group(
+                    ScoreScalars,
+                    max_keys=call.max_keys,
+                    max_blocks=problem.max_blocks,
+                    num_candidates=problem.num_candidates,
+                ),
+                "SHAPE": Constexpr(shape),
+                "TILE": Constexpr(tile),
+            },
+            # With one warp the sums over columns need no shared memory.
+            options=CompileOptions(num_warps=1, num_stages=1),
+        )
+
+    def _choice_plan(self) -> LaunchPlan:
+        from blockdiag.triton_kernels.moba_paged.kernels import moba_paged_choose
+
+        problem, call = self.problem, self.problem.paged
+        shape = ChoiceShape(
+            query_tokens=call.query_tokens,
+            query_heads=call.query_heads,
+            block_size=problem.block_size,
+            slots=problem.slots,
+            has_query_lengths=call.has_query_lengths,
+        )
+        tile = ChoiceTile(
+            blocks=min(CHOICE_BLOCKS, self._all_candidates), slot_columns=next_power_of_2(max(1, problem.slots))
+        )
+        return LaunchPlan(
+            name=self.name,
+            kernel=moba_paged_choose,
+            grid=(self._rows, 1, 1),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments={
+                "arrays": array_group(ChoiceArrays, self.input_names, self.output_names),
+                "max_keys": Scalar(call.max_keys, "i32"),
+                "num_candidates": Scalar(problem.num_candidates, "i32"),
+                "SHAPE": Constexpr(shape),
+                "TILE": Constexpr(tile),
+            },
+            options=CompileOptions(num_warps=min(MAX_WARPS, max(1, tile.blocks // 256)), num_stages=1),
+        )
+
+    @property
+    def _all_candidates(self) -> int:
+        return max(32, next_power_of_2(self.problem.num_candidates))
+
+    def _blocks_plan(self) -> LaunchPlan:
+        from blockdiag.triton_kernels.moba_paged.kernels import moba_paged_blocks
+
+        problem, call = self.problem, self.problem.paged
+        selects = problem.slots > 0 and not _has_chosen(problem)
+        shape = BlockShape(
+            query_tokens=call.query_tokens,
+            query_heads=call.query_heads,
+            key_heads=call.key_heads,
+            head_dim=call.head_dim,
+            value_dim=call.value_dim,
+            page_size=call.page_size,
+            block_size=problem.block_size,
+            slots=problem.slots,
+            has_page_table=call.has_page_table,
+            has_query_lengths=call.has_query_lengths,
+        )
+        tile = BlockTile(
+            keys=tile_keys(problem),
+            columns=next_power_of_2(call.head_dim),
+            value_columns=next_power_of_2(call.value_dim),
+            candidates=self._all_candidates if selects else 0,
+            parts=call.num_splits,
+        )
+        options = BlockOptions(
+            selects=selects,
+            has_score_scale=call.has_score_scale,
+            has_key_scale=call.key_scale != "none",
+            value_scale=call.value_scale,
+        )
+        num_warps = min(MAX_WARPS, max(1, tile.keys * _bytes_of_a_key(problem) // WARP_BYTES))
+        return LaunchPlan(
+            name=self.name,
+            kernel=moba_paged_blocks,
+            grid=(self._rows, tile.parts, 1),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments={
+                "arrays": array_group(BlockArrays, self.input_names, self.output_names),
+                "scalars": scalar_group(
+                    BlockScalars,
+                    rows=self._rows,
+                    max_pages=call.max_pages,
+                    num_pages=call.num_pages,
+                    max_keys=call.max_keys,
+                    num_candidates=problem.num_candidates,
+                    scale=Scalar(call.scale, "fp32"),
+                ),
+                "SHAPE": Constexpr(shape),
+                "TILE": Constexpr(tile),
+                "OPTIONS": Constexpr(options),
+                "MERGE": Constexpr(paged.merge_constants(call, tile.value_columns)),
+            },
             options=CompileOptions(num_warps=num_warps, num_stages=1),
-            aliases=((self.input_names.index("arrived"), 0),) if self.kind == "blocks" else (),
+            aliases=((self.input_names.index("arrived"), 0),),
         )

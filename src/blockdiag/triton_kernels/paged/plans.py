@@ -7,14 +7,23 @@ from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, KERNEL_FLOATS, lackin
 from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.launch.compiler_versions import adjusted
 from blockdiag.triton_kernels.launch.plan import (
-    Argument,
     CompileOptions,
     Constexpr,
     LaunchPlan,
     Scalar,
     Target,
     TensorSpec,
-    named_arguments,
+    array_group,
+    scalar_group,
+)
+from blockdiag.triton_kernels.paged.arguments import (
+    MergeArrays,
+    MergeConstants,
+    PagedShape,
+    SplitArrays,
+    SplitOptions,
+    SplitScalars,
+    SplitTile,
 )
 from blockdiag.triton_kernels.paged.configs import ADJUSTMENTS, SPLIT_GRAIN, split_config
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
@@ -178,56 +187,65 @@ class PagedLaunch:
         left, right = problem.window
         if problem.is_causal and right is not None:
             right = min(right, 0)
-        known: dict[str, Argument] = {
-            "max_pages": Scalar(problem.max_pages, "i32"),
-            "num_pages": Scalar(problem.num_pages, "i32"),
-            "max_keys": Scalar(problem.max_keys, "i32"),
-            "num_splits": Scalar(problem.num_splits, "i32"),
-            "split_size": Scalar(problem.split_size or 0, "i32"),
-            "scale": Scalar(problem.scale, "fp32"),
-            "soft_cap": Scalar(problem.soft_cap or 0.0, "fp32"),
-        }
-        constants = {
-            "QUERY_TOKENS": problem.query_tokens,
-            "QUERY_HEADS": problem.query_heads,
-            "KEY_HEADS": problem.key_heads,
-            "HEAD_DIM": problem.head_dim,
-            "COLUMNS": _columns(problem.head_dim, problem.key_dtype),
-            "VALUE_DIM": problem.value_dim,
-            "VALUE_COLUMNS": _columns(problem.value_dim, problem.value_dtype),
-            "PAGE_SIZE": problem.page_size,
-            "ROWS": config.rows,
-            "KEYS": config.keys,
-            "KEYS_FIRST": config.keys_first,
-            "WARPS": min(config.num_warps, config.keys // 16),
-            "ALIGNED": SPLIT_GRAIN % config.keys == 0 and (problem.split_size or 0) % config.keys == 0,
-            "ROW_TILES": row_tiles,
-            "TABLE": problem.has_page_table,
-            "QUERY_LENGTHS": problem.has_query_lengths,
-            "CAUSAL": problem.is_causal,
-            "LEFT": left,
-            "RIGHT": right,
-            "SOFT_CAP": problem.soft_cap is not None,
-            "SINKS": problem.has_sinks,
-            "SCORE_SCALE": problem.has_score_scale,
-            "KEY_SCALE": problem.key_scale != "none",
-            "VALUE_SCALE": problem.value_scale,
-            "WHOLE": problem.num_splits == 1,
-            "KEY_KIND": _kind_of(problem.key_dtype),
-            "VALUE_KIND": _kind_of(problem.value_dtype),
-            # Inline PTX, which the interpreter does not support.
-            "MACHINE": not self.is_portable,
-            "PRECISION": "ieee" if problem.query_dtype == "float32" else "tf32",
-            "LOOP_STAGES": config.loop_stages,
-        }
-        known |= {name: Constexpr(value) for name, value in constants.items()}
+        shape = PagedShape(
+            query_tokens=problem.query_tokens,
+            query_heads=problem.query_heads,
+            key_heads=problem.key_heads,
+            group_size=problem.group_size,
+            head_dim=problem.head_dim,
+            value_dim=problem.value_dim,
+            page_size=problem.page_size,
+            has_page_table=problem.has_page_table,
+            has_query_lengths=problem.has_query_lengths,
+        )
+        tile = SplitTile(
+            rows=config.rows,
+            row_tiles=row_tiles,
+            keys=config.keys,
+            columns=_columns(problem.head_dim, problem.key_dtype),
+            value_columns=_columns(problem.value_dim, problem.value_dtype),
+            is_keys_first=config.keys_first,
+            num_warps=min(config.num_warps, config.keys // 16),
+            is_aligned=SPLIT_GRAIN % config.keys == 0 and (problem.split_size or 0) % config.keys == 0,
+            loop_stages=config.loop_stages,
+            precision="ieee" if problem.query_dtype == "float32" else "tf32",
+        )
+        options = SplitOptions(
+            is_causal=problem.is_causal,
+            left=left,
+            right=right,
+            has_soft_cap=problem.soft_cap is not None,
+            has_sinks=problem.has_sinks,
+            has_score_scale=problem.has_score_scale,
+            has_key_scale=problem.key_scale != "none",
+            value_scale=problem.value_scale,
+            is_whole=problem.num_splits == 1,
+            key_kind=_kind_of(problem.key_dtype),
+            value_kind=_kind_of(problem.value_dtype),
+            has_machine_code=not self.is_portable,
+        )
         return LaunchPlan(
             name=self.name,
             kernel=paged_splits,
             grid=(max(1, problem.num_splits * row_tiles), problem.key_heads, problem.batch),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=named_arguments(paged_splits, known, self.input_names, self.output_names),
+            arguments={
+                "arrays": array_group(SplitArrays, self.input_names, self.output_names),
+                "scalars": scalar_group(
+                    SplitScalars,
+                    max_pages=problem.max_pages,
+                    num_pages=problem.num_pages,
+                    max_keys=problem.max_keys,
+                    num_splits=problem.num_splits,
+                    split_size=problem.split_size or 0,
+                    scale=Scalar(problem.scale, "fp32"),
+                    soft_cap=Scalar(problem.soft_cap or 0.0, "fp32"),
+                ),
+                "SHAPE": Constexpr(shape),
+                "TILE": Constexpr(tile),
+                "OPTIONS": Constexpr(options),
+            },
             options=CompileOptions(num_warps=config.num_warps, num_stages=config.loop_stages),
         )
 
@@ -236,23 +254,30 @@ class PagedLaunch:
 
         problem = self.problem
         rows = problem.batch * problem.query_tokens * problem.query_heads
-        known: dict[str, Argument] = {
-            "rows": Scalar(rows, "i32"),
-            "num_splits": Scalar(problem.num_splits, "i32"),
-            "QUERY_TOKENS": Constexpr(problem.query_tokens),
-            "QUERY_HEADS": Constexpr(problem.query_heads),
-            "VALUE_DIM": Constexpr(problem.value_dim),
-            "VALUE_COLUMNS": Constexpr(max(16, next_power_of_2(problem.value_dim))),
-            "SPLITS": Constexpr(min(64, max(2, next_power_of_2(problem.num_splits)))),
-            "QUERY_LENGTHS": Constexpr(problem.has_query_lengths),
-            "SINKS": Constexpr(problem.has_sinks),
-        }
         return LaunchPlan(
             name=self.name,
             kernel=paged_merge,
             grid=(max(1, rows), 1, 1),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=named_arguments(paged_merge, known, self.input_names, self.output_names),
+            arguments={
+                "arrays": array_group(MergeArrays, self.input_names, self.output_names),
+                "rows": Scalar(rows, "i32"),
+                "num_splits": Scalar(problem.num_splits, "i32"),
+                "MERGE": Constexpr(merge_constants(problem, max(16, next_power_of_2(problem.value_dim)))),
+            },
             options=CompileOptions(num_warps=4),
         )
+
+
+def merge_constants(problem: PagedProblem, value_columns: int) -> MergeConstants:
+    """Return the compile-time values of the merge of a call's splits."""
+    return MergeConstants(
+        query_tokens=problem.query_tokens,
+        query_heads=problem.query_heads,
+        value_dim=problem.value_dim,
+        value_columns=value_columns,
+        parts=min(64, max(2, next_power_of_2(problem.num_splits))),
+        has_query_lengths=problem.has_query_lengths,
+        has_sinks=problem.has_sinks,
+    )

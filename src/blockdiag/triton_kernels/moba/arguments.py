@@ -1,0 +1,238 @@
+"""Groups of arguments of MoBA's attention kernels.
+
+Every kernel takes its arrays, its run-time scalars, a shape and a tile. Arrays and scalars are groups of run-time
+arguments; a plan fills them by the names of their fields. The frozen dataclasses are compile-time values.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from blockdiag.triton_kernels.launch.plan import Argument
+
+
+class BlocksForwardArrays(NamedTuple):
+    """The arrays of the kernel that computes parts of outputs. Arrays that a call does not have are None."""
+
+    query: Argument
+    key: Argument
+    value: Argument
+    mask: Argument
+    blocks: Argument
+    items: Argument
+    offsets: Argument
+    counts: Argument
+    entries: Argument
+    part: Argument
+    part_sum: Argument
+
+
+class MergeForwardArrays(NamedTuple):
+    """The arrays of the kernel that merges parts of outputs. Arrays that a call does not have are None."""
+
+    query: Argument
+    key: Argument
+    value: Argument
+    mask: Argument
+    queries: Argument
+    own: Argument
+    degrees: Argument
+    part: Argument
+    part_sum: Argument
+    output: Argument
+    log_sum: Argument
+
+
+class BlocksBackwardArrays(NamedTuple):
+    """The arrays of the kernel of key and value gradients. Arrays that a call does not have are None."""
+
+    query: Argument
+    key: Argument
+    value: Argument
+    output_cotangent: Argument
+    mask: Argument
+    blocks: Argument
+    queries: Argument
+    own: Argument
+    offsets: Argument
+    counts: Argument
+    entries: Argument
+    score_start: Argument
+    weight_start: Argument
+    part: Argument
+    d_key: Argument
+    d_value: Argument
+
+
+class QueryPartsArrays(NamedTuple):
+    """The arrays of the kernel that computes parts of query gradients. Arrays that a call does not have are None."""
+
+    query: Argument
+    key: Argument
+    value: Argument
+    output_cotangent: Argument
+    mask: Argument
+    blocks: Argument
+    items: Argument
+    offsets: Argument
+    counts: Argument
+    entries: Argument
+    score_start: Argument
+    weight_start: Argument
+    part: Argument
+
+
+class MergeBackwardArrays(NamedTuple):
+    """The arrays of the kernel that sums parts of query gradients. Arrays that a call does not have are None."""
+
+    query: Argument
+    key: Argument
+    value: Argument
+    output_cotangent: Argument
+    mask: Argument
+    queries: Argument
+    own: Argument
+    degrees: Argument
+    score_start: Argument
+    weight_start: Argument
+    part: Argument
+    d_query: Argument
+
+
+class BlocksForwardScalars(NamedTuple):
+    """The run-time scalars of the kernel that computes parts of outputs.
+
+    Attributes:
+        num_items: chunks of lists of a head.
+        first_head: the first query head of the launch.
+        scale_log2: factor of the scores, times log2(e).
+    """
+
+    query_tokens: Argument
+    num_blocks: Argument
+    num_items: Argument
+    first_head: Argument
+    scale_log2: Argument
+
+
+class MergeForwardScalars(NamedTuple):
+    """The run-time scalars of the kernel that merges parts of outputs; see `BlocksForwardScalars`."""
+
+    query_tokens: Argument
+    first_head: Argument
+    scale_log2: Argument
+
+
+class BlocksBackwardScalars(NamedTuple):
+    """The run-time scalars of the kernel of key and value gradients; see `BlocksForwardScalars`."""
+
+    query_tokens: Argument
+    num_blocks: Argument
+    first_head: Argument
+    scale: Argument
+    scale_log2: Argument
+
+
+class QueryPartsScalars(NamedTuple):
+    """The run-time scalars of the kernel that computes parts of query gradients; see `BlocksForwardScalars`."""
+
+    query_tokens: Argument
+    num_blocks: Argument
+    num_items: Argument
+    first_head: Argument
+    scale: Argument
+    scale_log2: Argument
+
+
+class MergeBackwardScalars(NamedTuple):
+    """The run-time scalars of the kernel that sums parts of query gradients; see `BlocksForwardScalars`."""
+
+    query_tokens: Argument
+    first_head: Argument
+    scale: Argument
+    scale_log2: Argument
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListShape:
+    """Sizes of a call that kernels over the blocks' lists read.
+
+    Attributes:
+        group_size: query heads that share a key head.
+        slots: blocks that a query chooses besides its own.
+        part_slots: parts of a query's result.
+        part_heads: query heads of the launch.
+        has_mask: whether keys are masked.
+    """
+
+    query_heads: int
+    key_heads: int
+    group_size: int
+    head_dim: int
+    slots: int
+    part_slots: int
+    part_heads: int
+    has_mask: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnShape(ListShape):
+    """Sizes of a call that kernels over the queries' own blocks read, too.
+
+    Attributes:
+        has_own: whether an array says which queries see their own block; otherwise all do.
+    """
+
+    is_causal: bool
+    has_own: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowTile:
+    """Tiles of queries and keys.
+
+    Attributes:
+        rows: queries of a tile.
+        keys: keys of a tile.
+        columns: `head_dim` padded to a power of two.
+        loop_stages: depth of the prefetch over tiles.
+        precision: `input_precision` of products.
+    """
+
+    rows: int
+    keys: int
+    columns: int
+    loop_stages: int
+    precision: Literal["ieee", "tf32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListTile(RowTile):
+    """Tiles of kernels over lists.
+
+    Attributes:
+        chunk: entries of a list that one program handles.
+    """
+
+    chunk: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockTile(ListTile):
+    """Tiles of kernels that hold a block's keys.
+
+    Attributes:
+        key_tiles: tiles of a block's keys.
+    """
+
+    key_tiles: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeTile(RowTile):
+    """Tiles of the merge of outputs.
+
+    Attributes:
+        slot_columns: slots padded to a power of two.
+    """
+
+    slot_columns: int

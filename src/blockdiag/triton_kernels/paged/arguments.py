@@ -1,0 +1,161 @@
+"""Groups of arguments of the kernels of paged attention.
+
+Arrays and scalars are groups of run-time arguments. The frozen dataclasses are compile-time values.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from blockdiag.triton_kernels.launch.plan import Argument
+
+
+class SplitArrays(NamedTuple):
+    """The arrays of the split kernel. Arrays that a call does not have are None.
+
+    With a single split the kernel writes `output` and `log_sum`, otherwise `part` and `part_sum`.
+    """
+
+    query: Argument
+    key: Argument
+    value: Argument
+    page_table: Argument
+    kv_lengths: Argument
+    query_lengths: Argument
+    sinks: Argument
+    score_scale: Argument
+    key_scale: Argument
+    value_scale: Argument
+    output: Argument
+    log_sum: Argument
+    part: Argument
+    part_sum: Argument
+
+
+class SplitScalars(NamedTuple):
+    """The run-time scalars of the split kernel.
+
+    Attributes:
+        max_pages: columns of the page table.
+        num_pages: pages of the pool.
+        max_keys: the most keys that a sequence can have.
+        num_splits: splits of a sequence's keys.
+        split_size: keys of a split; 0 divides the keys of each sequence evenly.
+        scale: factor of the scores.
+        soft_cap: bound of the scores; ignored without `has_soft_cap`.
+    """
+
+    max_pages: Argument
+    num_pages: Argument
+    max_keys: Argument
+    num_splits: Argument
+    split_size: Argument
+    scale: Argument
+    soft_cap: Argument
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedShape:
+    """Sizes and optional arrays of a call.
+
+    Attributes:
+        query_tokens: queries of a sequence, including those beyond its length.
+        group_size: query heads that share a key head.
+        page_size: tokens of a page.
+    """
+
+    query_tokens: int
+    query_heads: int
+    key_heads: int
+    group_size: int
+    head_dim: int
+    value_dim: int
+    page_size: int
+    has_page_table: bool
+    has_query_lengths: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitTile:
+    """Tiles of the split kernel.
+
+    Attributes:
+        rows: rows of a tile: queries of all heads that share a key head.
+        row_tiles: tiles of the rows of a key head.
+        keys: keys of a tile.
+        columns: `head_dim` padded to a power of two.
+        value_columns: `value_dim` padded to a power of two.
+        is_keys_first: whether keys are the left operand of products and rows the right one.
+        num_warps: warps that divide a tile's keys.
+        is_aligned: whether splits begin at multiples of `keys`.
+        loop_stages: stages of the software pipeline over keys.
+        precision: `input_precision` of products.
+    """
+
+    rows: int
+    row_tiles: int
+    keys: int
+    columns: int
+    value_columns: int
+    is_keys_first: bool
+    num_warps: int
+    is_aligned: bool
+    loop_stages: int
+    precision: Literal["ieee", "tf32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitOptions:
+    """Options of a call to the split kernel.
+
+    Attributes:
+        left: keys that a query sees before its own position; None is unlimited.
+        right: keys that a query sees after its own position; None is unlimited.
+        value_scale: what a scale of values belongs to.
+        is_whole: whether a single split has all keys, so that its results are final.
+        key_kind: Triton's dtype of eight-bit keys, otherwise None.
+        value_kind: Triton's dtype of eight-bit values, otherwise None.
+        has_machine_code: whether inline PTX may be used, which the interpreter does not support.
+    """
+
+    is_causal: bool
+    left: int | None
+    right: int | None
+    has_soft_cap: bool
+    has_sinks: bool
+    has_score_scale: bool
+    has_key_scale: bool
+    value_scale: Literal["none", "head", "token"]
+    is_whole: bool
+    key_kind: Any
+    value_kind: Any
+    has_machine_code: bool
+
+
+class MergeArrays(NamedTuple):
+    """The arrays of the merge kernel. Arrays that a call does not have are None."""
+
+    part: Argument
+    part_sum: Argument
+    query_lengths: Argument
+    sinks: Argument
+    output: Argument
+    log_sum: Argument
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeConstants:
+    """Compile-time values of the merge of a row's parts.
+
+    Attributes:
+        query_tokens: queries of a sequence, including those beyond its length.
+        value_columns: `value_dim` padded to a power of two.
+        parts: parts that are loaded at once.
+    """
+
+    query_tokens: int
+    query_heads: int
+    value_dim: int
+    value_columns: int
+    parts: int
+    has_query_lengths: bool
+    has_sinks: bool
