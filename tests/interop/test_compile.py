@@ -288,7 +288,7 @@ def replaced(plan: LaunchPlan, **arguments) -> LaunchPlan:
         (plan_of(AddSpec(10), grid=(1, 70000, 1)), "`grid` must be three sizes"),
         (plan_of(AddSpec(10), arguments={"p_x": Pointer("input", 0)}), "must name the kernel's parameters"),
         (replaced(plan_of(AddSpec(10)), p_x=Pointer("input", 2)), "there is no input 2"),
-        (replaced(plan_of(AddSpec(10)), p_x=3), "is no plan argument"),
+        (replaced(plan_of(AddSpec(10)), p_x=3), "is not an argument of a plan"),
         (replaced(plan_of(AddSpec(10)), p_x=(Pointer("input", 0),)), "must be a NamedTuple"),
         (
             replaced(plan_of(AddSpec(10)), p_x=Named(Descriptor("input", 0, (10,), (8,)))),

@@ -45,7 +45,7 @@ def load_tile_tables(tables, start, rows, position, table_rows, SHAPE: tl.conste
 @triton.jit
 def block_diagonal_forward(query, key, value, tables: Tables, output, num_items, scalars: ForwardScalars,
                            SHAPE: tl.constexpr, ROTARY: tl.constexpr, TILE: tl.constexpr):
-    """One item is one query head of one tile; heads of a tile are neighbours: rotary rows and shared K/V stay in L2.
+    """Compute items: one query head of one tile each. Heads of a tile are neighbours, so shared rows stay in L2.
 
     SHAPE is a Shape, ROTARY a Rotary, TILE a Tile.
     """

@@ -324,7 +324,7 @@ def _check_argument(plan: LaunchPlan, name: str, argument: Any) -> None:
                 _check_descriptor(where, argument, arrays[argument.index])
         case _:
             raise ValueError(
-                f"{where}: {argument!r} is no plan argument; wrap it in Pointer, Descriptor, Scalar or Constexpr"
+                f"{where}: {argument!r} is not an argument of a plan; wrap it in Pointer, Descriptor, Scalar or Constexpr"
             )
 
 
@@ -381,7 +381,7 @@ def _signature_type(plan: LaunchPlan, argument: Any) -> str:
         case Descriptor():
             layout = "" if argument.layout is None else f",{argument.layout!r}"
             return f"tensordesc<{_element_type(plan, argument)}{list(argument.block_shape)}{layout}>"
-    raise ValueError(f"plan {plan.name!r}: {argument!r} is no plan argument")
+    raise ValueError(f"plan {plan.name!r}: {argument!r} is not an argument of a plan")
 
 
 def _element_type(plan: LaunchPlan, argument: Pointer | Descriptor) -> str:
