@@ -324,7 +324,7 @@ def _check_argument(plan: LaunchPlan, name: str, argument: Any) -> None:
                 _check_descriptor(where, argument, arrays[argument.index])
         case _:
             raise ValueError(
-                f"{where}: {argument!r} is not an argument of a plan; wrap it in Pointer, Descriptor, Scalar or Constexpr"
+                f"{where}: {argument!r} is not an argument of a plan; use Pointer, Descriptor, Scalar or Constexpr"
             )
 
 
