@@ -71,7 +71,7 @@ def test_floor_of_grouped_heads_counts_keys_once_per_key_head():
     assert CASES["gqa8_2_d128"].floor_bytes("bwd") == 3 * query + 4 * key
 
 
-def test_packed_case_counts_true_tokens():
+def test_packed_case_counts_tokens_without_padding():
     case = CASES["packed_h4_d128"]
     assert len(case.sequence_lengths) == 1152
     assert min(case.sequence_lengths) >= 800
@@ -94,19 +94,19 @@ def test_cases_are_selected_by_name():
         select_cases("h8_d127")
 
 
-def test_unequal_lengths_need_a_packed_case():
+def test_case_with_unequal_lengths_that_is_not_packed_raises_value_error():
     with pytest.raises(ValueError, match="must be equal"):
         small("h8_d128", (64, 128))
 
 
-def test_columns_are_the_documented_ones():
+def test_timing_columns_match_the_documentation():
     assert ",".join(columns(Timing)) == (
         "op,pass,case,implementation,median_ms,p20_ms,p80_ms,floor_ms,ratio_to_floor,gb_per_s,copy_gb_per_s,"
         "matmul_tflops,peak_bytes,device,driver,jax,jaxlib,torch,triton,date,note"
     )
 
 
-def test_rows_survive_the_file(tmp_path: Path):
+def test_rows_survive_a_round_trip_through_csv(tmp_path: Path):
     rows = [
         timing("h8_d128", "fwd", "triton", 0.5, p20_ms=0.4, peak_bytes=0, note='custom calls: a x1, "b" x2'),
         timing("h8_d128", "bwd", "torch-fa2", None, note="not run:\n  no GPU"),
@@ -118,7 +118,7 @@ def test_rows_survive_the_file(tmp_path: Path):
     assert second.note == "not run: no GPU"
 
 
-def test_merging_replaces_rows_of_the_same_key_only(tmp_path: Path):
+def test_merge_rows_replaces_only_rows_with_the_same_key(tmp_path: Path):
     path = tmp_path / "folder" / "rows.csv"
     merge_rows(path, Timing, [timing("a", "fwd", "triton", 1.0), timing("b", "fwd", "triton", 2.0)])
     kept = merge_rows(path, Timing, [timing("a", "fwd", "triton", 3.0), timing("a", "fwd", "triton", 4.0, device="x")])
@@ -126,27 +126,27 @@ def test_merging_replaces_rows_of_the_same_key_only(tmp_path: Path):
     assert read_rows(path, Timing) == kept
 
 
-def test_a_foreign_header_is_refused(tmp_path: Path):
+def test_read_rows_with_another_header_raises_value_error(tmp_path: Path):
     path = tmp_path / "rows.csv"
     write_rows(path, ErrorRow, [])
     with pytest.raises(ValueError, match="expected"):
         read_rows(path, Timing)
 
 
-def test_environment_names_versions_and_an_iso_day():
+def test_environment_has_versions_and_an_iso_date():
     found = environment("cpu")
     assert found.jax == jax.__version__
     assert time.strptime(found.date, "%Y-%m-%d")
 
 
-def test_summary_is_median_and_spread():
+def test_summarise_returns_median_and_percentiles():
     found = summarise([5.0, 1.0, 3.0, 2.0, 4.0, 6.0])
     assert (found.median, found.p20, found.p80) == (3.5, 2.0, 5.0)
     with pytest.raises(ValueError, match="empty"):
         summarise([])
 
 
-def test_interleaving_goes_on_without_a_subject_that_fails():
+def test_interleave_continues_after_a_subject_fails():
     calls: list[str] = []
 
     def broken() -> None:
@@ -164,7 +164,7 @@ def test_interleaving_goes_on_without_a_subject_that_fails():
     assert not subjects[1].failure
 
 
-def test_a_spent_deadline_leaves_the_least_rounds():
+def test_interleave_past_the_deadline_runs_the_minimum_number_of_rounds():
     subject = Subject("one", lambda: None, "host")
     interleave([subject], rounds=50, batch_ms=1e-9, deadline=time.monotonic() - 1, least_rounds=3)
     assert len(subject.samples) == 3
@@ -185,12 +185,12 @@ class _Result:
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
-def test_a_sample_whose_fence_was_over_is_thrown_away(is_ahead: bool):
+def test_sample_is_discarded_when_the_fence_ends_before_queueing_does(is_ahead: bool):
     value = sample_jax(lambda: _Result(not is_ahead), launches=2, fence=1)
     assert (value is not None) == is_ahead
 
 
-def test_fences_are_lengthened_before_samples_are_shortened(monkeypatch):
+def test_sample_with_a_slow_host_lengthens_fences_before_it_shortens_samples(monkeypatch):
     """A slow host, for which a fence of 12 runs hides at most four, has the same samples as a fast one up to there."""
     tried = []
 
@@ -211,7 +211,7 @@ def test_fences_are_lengthened_before_samples_are_shortened(monkeypatch):
 
 
 @pytest.mark.parametrize(("has_front", "output_bytes", "most"), [(True, 0, 24), (False, 0, 24), (False, 2**32, 10)])
-def test_no_more_runs_are_queued_than_the_queue_and_memory_take(monkeypatch, has_front, output_bytes, most):
+def test_sample_queues_no_more_runs_than_the_queue_and_memory_hold(monkeypatch, has_front, output_bytes, most):
     queued = []
     monkeypatch.setattr(clock, "sample_host", lambda *_: 0.05)
     monkeypatch.setattr(clock, "sample_jax", lambda run, launches, fence, front: queued.append(launches + fence))
@@ -226,7 +226,7 @@ def test_no_more_runs_are_queued_than_the_queue_and_memory_take(monkeypatch, has
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_each_subject_comes_after_each_other_equally_often(count: int):
+def test_order_of_round_places_each_subject_after_each_other_equally_often(count: int):
     rounds = count if count % 2 == 0 else 2 * count
     orders = [clock.order_of_round(count, index) for index in range(rounds)]
     assert all(sorted(order) == list(range(count)) for order in orders)
@@ -238,21 +238,21 @@ def test_each_subject_comes_after_each_other_equally_often(count: int):
     assert clock.order_of_round(count, rounds) == orders[0]
 
 
-def test_rounds_take_subjects_in_their_order():
+def test_take_rounds_follows_order_of_round():
     taken = []
     subjects = [Subject(name, lambda name=name: taken.append(name), "host") for name in "abcd"]
     clock.take_rounds(subjects, rounds=4, deadline=time.monotonic() + 60, least_rounds=1)
     assert "".join(taken) == "".join("abcd"[place] for index in range(4) for place in clock.order_of_round(4, index))
 
 
-def test_failures_of_baselines_are_recorded_but_not_interrupts():
+def test_recordable_failures_include_errors_but_not_interrupts():
     kinds = recordable_failures()
     assert issubclass(NotImplementedError, kinds)
     assert not issubclass(KeyboardInterrupt, kinds)
     assert not issubclass(SystemExit, kinds)
 
 
-def test_verdicts_compare_with_the_limits():
+def test_judge_times_compares_rows_with_limits():
     rows = [
         timing("h8_d128", "fwd", "triton", 0.48, ratio_to_floor=0.96, peak_bytes=0),
         timing("h8_d128", "bwd", "triton", 1.0, ratio_to_floor=1.2, peak_bytes=8),
@@ -274,7 +274,7 @@ def test_verdicts_compare_with_the_limits():
     assert not missing.is_met
 
 
-def test_errors_and_host_times_are_judged_too():
+def test_judge_errors_and_judge_host_compare_rows_with_limits():
     base = {"op": "block_diagonal", "case": "c", "tensor": "dQ", "tokens": 64, "seeds": 1, **WHERE}
     ratios = {"mean_over_flash": 1.02, "mean_over_flash_se": 0.005, "max_over_flash": 1.02, "max_over_flash_se": 0.015}
     errors = [ErrorRow(implementation="triton", **ratios, **base), ErrorRow(implementation="torch-fa2", **base)]
@@ -286,7 +286,7 @@ def test_errors_and_host_times_are_judged_too():
     assert [verdict.is_met for verdict in judge_host(host)] == [False]
 
 
-def test_host_times_of_the_torch_operators_are_judged_with_and_without_autograd():
+def test_judge_torch_host_covers_calls_with_and_without_autograd():
     pytest.importorskip("torch")
     times = {("fwd", "operator"): (30.0, 6.0), ("fwd+bwd", "operator"): (320.0, 180.0)}
     times["fwd+bwd", "one torch operation"] = (160.0, 20.0)
@@ -301,7 +301,7 @@ def test_host_times_of_the_torch_operators_are_judged_with_and_without_autograd(
     assert not found["compiled, with the operator: host time, us"].is_met
 
 
-def test_smoke_runs_and_agrees(tmp_path: Path):
+def test_smoke_run_times_every_implementation(tmp_path: Path):
     pytest.importorskip("torch")
     from rich.console import Console
 
@@ -340,7 +340,7 @@ def exact(workload):
     return exact_attention(workload.case, *workload.inputs, workload.cotangent, workload.tables, chunk=2)
 
 
-def test_oracle_agrees_with_the_reference(workload, exact):
+def test_float64_oracle_matches_the_reference(workload, exact):
     from benchmarks.block_diagonal.implementations import check, jit_passes
     from benchmarks.block_diagonal.jax_implementations import our_attention
 
@@ -348,7 +348,7 @@ def test_oracle_agrees_with_the_reference(workload, exact):
     check(passes["fwd+bwd"](), exact, "fwd+bwd")
 
 
-def test_jax_baseline_computes_the_same(workload, exact):
+def test_jax_einsum_baseline_matches_the_oracle(workload, exact):
     from benchmarks.block_diagonal.implementations import check, jit_passes
     from benchmarks.block_diagonal.jax_implementations import einsum_attention
 
@@ -357,7 +357,7 @@ def test_jax_baseline_computes_the_same(workload, exact):
         check(passes[pass_name](), exact, pass_name)
 
 
-def test_torch_baseline_computes_the_same(workload, exact):
+def test_torch_baseline_matches_the_oracle(workload, exact):
     from benchmarks.block_diagonal.implementations import check, unchecked
     from benchmarks.block_diagonal.torch_baselines import TORCH_BASELINES
 
@@ -370,7 +370,7 @@ def test_torch_baseline_computes_the_same(workload, exact):
             check(make(pass_name), exact, pass_name)
 
 
-def test_every_refusal_is_a_sentence(torch):
+def test_unsupported_reasons_are_sentences(torch):
     from benchmarks.block_diagonal.family import BASELINES, NATIVE, THROUGH_JAX
 
     for case in CASES.values():
@@ -401,7 +401,7 @@ def test_required_implementations_are_measured_after_the_end_of_the_budget(torch
     assert FAMILY.unsupported(later, case, BASELINES["torch-fa2"]) == SPENT
 
 
-def test_the_gate_refuses_a_wrong_result(workload, exact):
+def test_check_of_a_wrong_result_raises_wrong_result(workload, exact):
     from benchmarks.block_diagonal.implementations import check
     from benchmarks.harness.failures import WrongResult
     from benchmarks.harness.family import Program
@@ -415,7 +415,7 @@ def test_the_gate_refuses_a_wrong_result(workload, exact):
         check(Program(lambda: (poisoned,)), exact, "fwd")
 
 
-def test_host_times_have_a_trivial_call_beside(torch):
+def test_measure_host_compares_with_a_trivial_call(torch):
     from benchmarks.block_diagonal.host import measure_host
 
     rows = measure_host(("xla", "no-such-implementation"), environment("cpu"), repetitions=5)
@@ -438,7 +438,7 @@ def _shapes_of(arrays) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(tuple(array.shape), array.dtype.name) for array in arrays)
 
 
-def test_native_launches_are_those_of_the_jax_call(workload, exact, torch, monkeypatch):
+def test_native_passes_launch_the_kernels_of_the_jax_call(workload, exact, torch, monkeypatch):
     pytest.importorskip("triton")
     from benchmarks.block_diagonal.implementations import check
     from benchmarks.block_diagonal.native import native_passes

@@ -50,7 +50,7 @@ def _attend(query, key, value, extra):
     return query * key + value
 
 
-def test_a_chain_without_custom_calls_is_refused():
+def test_chain_without_custom_calls_raises_chain_broken():
     """Whether calls of a chain were merged can only be told from custom calls."""
     case = next(iter(CASES.values())).shrunk((64, 64))
     workload = make_workload(case, seed=0, device="cpu")
@@ -60,12 +60,12 @@ def test_a_chain_without_custom_calls_is_refused():
         prepared.chain(20)
 
 
-def test_chained_calls_feed_on_each_other():
+def test_chained_calls_feed_outputs_to_the_next_call():
     program = _chained({0: 1, 1: 0}, lambda a, b: (a + b, a * b), 3)
     assert program(1, 2) == (2 + 3 + 6, (2 + 3) * 6)
 
 
-def test_address_tables_are_those_of_calls_with_several_results():
+def test_address_table_bytes_counts_custom_calls_with_several_results():
     program = """
       %one = bf16[64,8,128]{2,1,0:T(8)} custom-call(%a), custom_call_target="x"
       %three = (bf16[64,8,128]{2,1,0:T(8)}, bf16[64,8,128]{2,1,0}, f32[]) custom-call(%a, %b), custom_call_target="x"

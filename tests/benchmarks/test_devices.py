@@ -34,20 +34,20 @@ def smoke_run(tmp_path_factory):
     return console.export_text(), read_rows(folder / "devices_smoke.csv", DeviceTiming)
 
 
-def test_strategies_and_their_exchanges_have_rows(smoke_run):
+def test_measure_sequences_has_rows_for_each_strategy_and_its_exchanges(smoke_run):
     rows = {row.mesh: row for row in smoke_run[1]}
     assert list(rows) == ["one device", "ulysses", "gather", "exchanges alone"]
     assert rows["one device"].collectives == ""
     assert "all-to-all" in rows["ulysses"].collectives
 
 
-def test_fused_sequence_with_groups_of_query_heads_has_the_same_rows():
+def test_measure_sequences_of_fused_grouped_heads_has_the_same_rows():
     rows = {row.mesh: row for row in devices.measure_sequences(environment("cpu"), [FUSED], rounds=1)}
     assert list(rows) == ["one device", "ulysses", "gather", "exchanges alone"]
     assert rows["ulysses"].collectives == rows["exchanges alone"].collectives == "all-to-all:8"
 
 
-def test_wrong_results_are_refused():
+def test_check_of_wrong_results_raises_arithmetic_error():
     right = [jax.numpy.ones((1, 8, 2, 4))]
     with pytest.raises(ArithmeticError, match="results of a device differ"):
         devices._check([right[0] + 0.1], right)
@@ -63,11 +63,11 @@ def test_command_prints_and_keeps_every_row(smoke_run):
     assert len(rows) == 4
 
 
-def test_unknown_cases_are_refused(tmp_path):
+def test_devices_command_with_unknown_cases_exits_with_an_error(tmp_path):
     with pytest.raises(SystemExit, match=r"`--cases` must be some of shards, sequences, .*, got heads"):
         bench_devices.bench_devices(Console(), tmp_path / "x.csv", cases="heads", rounds=1, deadline=0.0)
 
 
-def test_recorded_rows_are_read():
+def test_recorded_device_rows_cover_every_mesh():
     rows = read_rows(Path(__file__).parents[2] / "benchmarks" / "results" / "devices.csv", DeviceTiming)
     assert {row.mesh for row in rows} >= {"one device", *devices.MESHES}

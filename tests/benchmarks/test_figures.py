@@ -39,7 +39,7 @@ def names(verdicts, is_met):
     return {verdict.name for verdict in verdicts if verdict.is_met == is_met}
 
 
-def test_judge_of_committed_rows_measures_every_figure(figures, change):
+def test_judge_of_committed_rows_gives_every_figure_a_value(figures, change):
     verdicts = figures["judge"](change(None, None))
     assert all(verdict.value is not None for verdict in verdicts)
     assert {"fwd, operator beyond its launch, us", "wrap_jax, three inputs, us"} <= names(verdicts, True)
@@ -55,7 +55,9 @@ def test_judge_of_committed_rows_measures_every_figure(figures, change):
         ("round trip", "wrap_jax, three inputs", "wrap_jax, three inputs, us"),
     ],
 )
-def test_judge_of_a_slower_host_time_names_it(figures, change, capsys, pass_name, implementation, figure):
+def test_judge_of_a_slower_host_time_reports_the_figure_as_missed(
+    figures, change, capsys, pass_name, implementation, figure
+):
     def slower(row):
         if (row.pass_name, row.implementation) == (pass_name, implementation):
             return dataclasses.replace(row, median_us=row.median_us + 1000)
@@ -67,12 +69,12 @@ def test_judge_of_a_slower_host_time_names_it(figures, change, capsys, pass_name
     assert f"missed: {figure}" in capsys.readouterr().out
 
 
-def test_judge_of_another_device_is_refused(figures, change):
+def test_judge_of_rows_from_another_device_exits_with_an_error(figures, change):
     folder = change("torch_host.csv", lambda row: dataclasses.replace(row, device="NVIDIA H100"))
     with pytest.raises(SystemExit, match="has no rows of an NVIDIA H200"):
         figures["judge"](folder)
 
 
-def test_time_import_is_a_verdict(figures):
+def test_time_import_returns_a_verdict(figures):
     verdict = figures["time_import"]()
     assert verdict.value > 0 and verdict.limit == figures["IMPORT_LIMIT_SECONDS"]

@@ -64,7 +64,7 @@ def by_pass(rows) -> dict[tuple[str, str], FuseTiming]:
     return {(row.implementation, row.pass_name): row for row in rows}
 
 
-def test_cases_are_those_of_every_group():
+def test_fuse_cases_cover_every_group():
     assert len(FUSE_CASES) == 2 + 2 + 4 * len(TOKEN_GROUPS)
     assert {case.group for case in FUSE_CASES.values()} == set(GROUPS)
     for name, case in FUSE_CASES.items():
@@ -103,7 +103,7 @@ def test_documents_are_twelve_and_differ_by_sequence():
 
 
 @pytest.mark.parametrize("group", TOKEN_GROUPS)
-def test_seen_pairs_are_those_of_the_mask(group):
+def test_seen_pairs_match_the_mask(group):
     case = small_case(group, key_heads=2)
     arrays = fuse_check.make_arrays(case, seed=0, device="cpu")
     arrays |= {name: array for name, array in fuse_torch_baselines.slopes_of(case, torch.device("cpu")).items()}
@@ -132,7 +132,7 @@ def test_bytes_count_each_array_once():
     assert documents.operand_bytes("fwd")[0] == 3 * 2 * 72 * 4 * 16 * 2 + 2 * 72 * 4
 
 
-def test_floor_is_the_longer_of_arithmetic_and_traffic():
+def test_floor_ms_is_the_maximum_of_compute_and_memory_time():
     case = FUSE_CASES["evoformer_d64"]
     assert floor_ms(case.floor("fwd"), **RATES) == pytest.approx(case.useful_bytes("fwd") / 4.2e9)
     causal = FUSE_CASES["causal_1x16384_mha"]
@@ -148,7 +148,7 @@ def operands(case: FuseCase):
 
 
 @pytest.mark.parametrize("case", SMOKE_CASES, ids=lambda case: case.group)
-def test_the_functions_are_the_same_in_jax_and_in_torch(case):
+def test_benchmark_functions_match_between_jax_and_torch(case):
     arrays, views = operands(case)
     output = function_of(case)(*(views[name] for name in case.shapes))
     assert output.shape == case.output_shape
@@ -161,7 +161,7 @@ def test_the_functions_are_the_same_in_jax_and_in_torch(case):
     [small_case("evoformer", tokens=24), small_case("alibi", tokens=24, key_heads=2)],
     ids=lambda case: case.group,
 )
-def test_parts_make_up_the_whole(case):
+def test_check_results_accepts_exact_and_rejects_wrong_gradients(case):
     arrays, _ = operands(case)
     call = fuse_torch_baselines.plain_call(case, arrays, lambda function: function)
     results = call.results(call.run_of("fwd+bwd")())
@@ -175,7 +175,7 @@ def test_parts_make_up_the_whole(case):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", SMOKE_CASES, ids=lambda case: case.group)
-def test_flex_attention_computes_the_same(case, monkeypatch):
+def test_flex_attention_baseline_matches_exact_results(case, monkeypatch):
     # It refuses gradients on a CPU, where nothing but time is against them.
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     arrays, _ = operands(case)
@@ -190,13 +190,13 @@ def test_flex_attention_computes_the_same(case, monkeypatch):
         assert fuse_check.check_results(case, results, exact, 1e-5) < 1e-5
 
 
-def test_cudnn_is_asked_for_what_it_has_arguments_for():
+def test_cudnn_unsupported_names_groups_without_matching_arguments():
     assert {group for group in GROUPS if cudnn_unsupported(small_case(group))} == {"diff", "alibi", "softcap"}
     with pytest.raises(ValueError, match="no soft cap"):
         cudnn_function(small_case("softcap"))
 
 
-def test_cudnn_s_arguments_mean_the_same(monkeypatch):
+def test_cudnn_function_matches_the_benchmark_function(monkeypatch):
     attend = jax.nn.dot_product_attention
 
     def by_xla(*arrays, implementation, **options):
@@ -212,7 +212,7 @@ def test_cudnn_s_arguments_mean_the_same(monkeypatch):
         np.testing.assert_allclose(cudnn_function(case)(*given), function_of(case)(*given), rtol=1e-4, atol=1e-5)
 
 
-def test_chained_calls_take_the_output_before_as_their_query(monkeypatch):
+def test_chained_calls_take_the_previous_output_as_query(monkeypatch):
     _, views = operands(SMALL)
     given = [views[name] for name in SMALL.shapes]
     program = FusePasses(SMALL, function_of(SMALL), views).make("fwd+bwd").chain(3)
@@ -265,7 +265,7 @@ def test_every_implementation_is_checked_and_timed():
     assert rows["jax-cudnn", "fwd"].median_ms is None
 
 
-def test_nothing_is_timed_without_the_check(monkeypatch):
+def test_measure_times_nothing_when_the_check_fails(monkeypatch):
     def refuse(case, results, exact, gate):
         raise WrongResult("output 1")
 
@@ -275,7 +275,7 @@ def test_nothing_is_timed_without_the_check(monkeypatch):
     assert all(row.median_ms is None and "WrongResult: output 1" in row.note for row in rows.values())
 
 
-def test_what_does_not_fit_and_what_comes_late_is_not_begun(monkeypatch):
+def test_measure_skips_baselines_that_exceed_memory_or_time(monkeypatch):
     monkeypatch.setattr(fuse_family.FusePasses, "make", copies)
     monkeypatch.setattr(fuse_family, "check_results", lambda *_: 0.0)
     monkeypatch.setattr(fuse_family.FAMILY, "own", lambda cases, settings: [])
@@ -312,7 +312,7 @@ def test_kernels_are_compiled_ahead_and_then_loaded(monkeypatch, tmp_path):
     assert rows["xla", "fwd+bwd"].cached_kernels_ms > row.cached_kernels_ms
 
 
-def test_a_kernel_that_cannot_be_compiled_is_a_reason(tmp_path):
+def test_timed_compilation_of_a_broken_kernel_returns_the_reason(tmp_path):
     pytest.importorskip("triton")
 
     class Broken:
@@ -327,7 +327,7 @@ def test_a_kernel_that_cannot_be_compiled_is_a_reason(tmp_path):
     )
 
 
-def test_verdicts_compare_with_the_limits():
+def test_judge_fuse_compares_rows_with_limits():
     evoformer, diff = FUSE_CASES["evoformer_d64"], FUSE_CASES["diff_d128"]
     window, softcap = FUSE_CASES["window_4x4096_mha"], FUSE_CASES["softcap_4x4096_gqa8"]
     rows = both_passes(evoformer, 0.44, 1.7, first_compile_s=4.0, cached_kernels_ms=51.0)
@@ -348,7 +348,7 @@ def test_verdicts_compare_with_the_limits():
     assert not found["kernels of a compile from the disk, ms, fwd+bwd, worst (evoformer_d64)"].is_met
 
 
-def test_tables_have_a_line_for_what_was_measured():
+def test_fuse_tables_have_a_line_for_every_measured_row():
     from rich.console import Console
 
     case = FUSE_CASES["evoformer_d64"]
@@ -364,7 +364,7 @@ def test_tables_have_a_line_for_what_was_measured():
     assert reasons(rows) == ["jax-cudnn (fwd, fwd+bwd): failed: no bias"]
 
 
-def test_command_keeps_rows_and_replaces_none_by_what_was_not_run(monkeypatch, tmp_path):
+def test_fuse_command_keeps_recorded_rows_when_a_new_run_has_no_time(monkeypatch, tmp_path):
     from rich.console import Console
 
     monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")

@@ -42,7 +42,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(gallery_measure, "_front", lambda: None)
 
 
-def test_command_on_a_cpu(tmp_path, monkeypatch):
+def test_gallery_command_on_a_cpu_writes_smoke_rows(tmp_path, monkeypatch):
     assert set(SMOKE_VARIANTS) <= set(VARIANTS)
     monkeypatch.setattr(gallery_measure, "SMOKE_VARIANTS", SMOKE_VARIANTS[:1])
     result = CliRunner().invoke(app, ["gallery", "--smoke", "--output", str(tmp_path)])
@@ -57,7 +57,7 @@ def test_command_on_a_cpu(tmp_path, monkeypatch):
         assert row.note == "CPU smoke, host time" and row.dtype == "float32"
 
 
-def test_variants_are_measured_and_kept_one_by_one(tiny, monkeypatch, tmp_path):
+def test_measure_variants_records_failures_and_keeps_other_rows(tiny, monkeypatch, tmp_path):
     """One of them cannot be fused: it has XLA's times and the reason."""
 
     def sorts(query, key, value):
@@ -112,7 +112,7 @@ def test_wrong_results_are_not_timed(tiny):
         assert "ours not compared with float32" in row.note
 
 
-def test_judge_measures_distances():
+def test_judge_measures_relative_distance_from_float32():
     """A result in bfloat16 is as far from float32 as rounding takes it, a changed one as far as the change."""
     work = begin(VARIANTS["alibi_learned"], dataclasses.replace(SMOKE, dtype="bfloat16"), seed=1)
     compile_judge(work)

@@ -68,7 +68,7 @@ def test_page_shows_code_tiles_kernels_and_times(written):
     assert "A GPU" in text and "Median of 2 factors, forward: 10.0." in text
 
 
-def test_pictures_are_those_of_the_page_and_the_same_again(written, tmp_path):
+def test_gallery_pictures_match_the_page_and_are_reproducible(written, tmp_path):
     assert [path.name for path in (written / "gallery").iterdir()] == ["sliding_window.png"]
     write_gallery(tmp_path, [], ["sliding_window"], say=lambda line: None)
     first, second = ((folder / "gallery" / "sliding_window.png").read_bytes() for folder in (written, tmp_path))
@@ -76,7 +76,7 @@ def test_pictures_are_those_of_the_page_and_the_same_again(written, tmp_path):
     assert first.startswith(b"\x89PNG") and len(first) < 10_000
 
 
-def test_picture_has_the_tiles():
+def test_region_plot_draws_visited_tiles():
     region = explanation_of(VARIANTS["causal_tril"]).regions[0]
     rows = SHOWN.query_tokens // region.tile[0], SHOWN.key_tokens // region.tile[1]
     assert region.visited.shape == rows and 0.4 < 1 - region.visited.mean() < 0.5
@@ -89,7 +89,7 @@ def test_picture_has_the_tiles():
     np.testing.assert_array_equal(dark, region.visited)
 
 
-def test_committed_page_is_of_this_code():
+def test_committed_gallery_page_matches_the_variants():
     """All but what the compiler makes of it, which takes long: `python -m benchmarks gallery-page` writes it."""
     text = PAGE.read_text()
     assert list(sections(text)) == list(VARIANTS)
@@ -105,13 +105,13 @@ def test_committed_page_has_the_recorded_times():
         assert f"| {times_of(rows, name)} |" in section, f"{name}: run python -m benchmarks gallery-page"
 
 
-def test_committed_pictures_are_those_of_the_page():
+def test_committed_gallery_pictures_match_the_page():
     shown = set(re.findall(r"\]\(gallery/(.*?)\)", PAGE.read_text()))
     assert shown == {path.name for path in (ROOT / "docs" / "gallery").iterdir()}
     assert {"causal.png", "sliding_window.png", "block_diagonal.png"} <= shown
 
 
-def test_times_are_those_of_the_last_device(tmp_path):
+def test_recorded_times_are_those_of_the_last_device(tmp_path):
     path = tmp_path / "gallery.csv"
     assert recorded_times(path) == []
     write_rows(path, GalleryTiming, [timing("causal", "fwd", 1.0, 2.0, device="another GPU")])
@@ -120,7 +120,7 @@ def test_times_are_those_of_the_last_device(tmp_path):
     assert (row.device, row.ours_ms) == ("A GPU", 0.25)
 
 
-def test_command_writes_a_page(tmp_path):
+def test_gallery_page_command_writes_the_selected_variants(tmp_path):
     arguments = [
         "gallery-page",
         "--output",
@@ -140,7 +140,7 @@ def test_command_writes_a_page(tmp_path):
     assert "needs an NVIDIA GPU" in str(result.exception)
 
 
-def test_selection_and_sizes():
+def test_select_variants_and_timed_sizes_match_the_variants():
     assert select_variants(" causal, alibi") == ["causal", "alibi"]
     assert select_variants(None) == list(VARIANTS)
     with pytest.raises(ValueError, match="some of"):

@@ -32,7 +32,7 @@ def timing(case: str, pass_name: str, implementation: str, milliseconds: float |
     return MoBATiming(pass_name=pass_name, implementation=implementation, median_ms=milliseconds, **fields)
 
 
-def test_useful_work_is_that_of_the_mask():
+def test_useful_flops_match_the_mask():
     past = np.arange(SMALL.tokens) // SMALL.block_size
     # Which blocks are chosen does not matter, as all but the last, which is never chosen, are full: the first ones.
     is_chosen = np.arange(SMALL.num_blocks)[None, :] < np.minimum(past, SMALL.top_k - 1)[:, None]
@@ -53,7 +53,7 @@ def test_bytes_count_each_array_once():
     assert SMALL.useful_bytes("routing") == query + key + 4 * 4 * SMALL.chosen_blocks
 
 
-def test_floor_is_the_longer_of_arithmetic_and_traffic():
+def test_floor_ms_is_the_maximum_of_compute_and_memory_time():
     slow_memory = floor_ms(SMALL.floor("fwd"), matmul_tflops=1e9, copy_gb_per_s=1.0)
     assert slow_memory == pytest.approx(SMALL.useful_bytes("fwd") / 1e6)
     slow_products = floor_ms(SMALL.floor("bwd"), matmul_tflops=1e-3, copy_gb_per_s=1e9)
@@ -63,7 +63,7 @@ def test_floor_is_the_longer_of_arithmetic_and_traffic():
     assert floor_ms(SMALL.floor("fwd+bwd"), **rates) == pytest.approx(both)
 
 
-def test_a_known_row_has_the_known_arithmetic():
+def test_useful_flops_of_a_known_row_match_the_recorded_values():
     case = MOBA_CASES["n64k"]
     assert (case.useful_flops("fwd") - case.useful_flops("routing")) / 1e12 == pytest.approx(1.02, rel=0.01)
     assert case.useful_flops("routing") / 1e12 == pytest.approx(0.14, rel=0.03)
@@ -76,7 +76,7 @@ def test_cases_are_selected_by_name():
         select_moba_cases("n8")
 
 
-def test_recorded_figures_are_rows_with_a_source():
+def test_recorded_rows_name_their_source():
     found = {(row.case, row.implementation, row.pass_name): row for row in recorded_rows()}
     assert found["n64k", "flashmoba-measured", "fwd"].median_ms == pytest.approx(45.959)
     assert found["n64k", "flashmoba-measured", "fwd+bwd"].median_ms == 60.252
@@ -91,7 +91,7 @@ def test_recorded_figures_are_rows_with_a_source():
             assert times["fwd"] + times["bwd"] == pytest.approx(times["fwd+bwd"], rel=0.02), recorded
 
 
-def test_rows_survive_the_file_and_replace_their_likes(tmp_path):
+def test_merged_rows_survive_csv_and_replace_rows_with_the_same_key(tmp_path):
     path = tmp_path / "folder" / "moba.csv"
     merge_rows(path, MoBATiming, recorded_rows())
     rows = [timing("n8k", "fwd", "triton", 1.0, extra_bytes=5, note="a, b"), timing("n8k", "bwd", "triton", None)]
@@ -102,7 +102,7 @@ def test_rows_survive_the_file_and_replace_their_likes(tmp_path):
     assert len(read_rows(path, MoBATiming)) == len(recorded_rows()) + 2
 
 
-def test_verdicts_compare_with_the_limits():
+def test_judge_moba_compares_rows_with_limits():
     rows = [
         timing("n64k", "routing", "triton", 2.0),
         timing("n64k", "fwd", "triton", 6.0, extra_bytes=4 * 2**30, relative_error=2.1e-3),
@@ -128,7 +128,7 @@ def test_verdicts_compare_with_the_limits():
     assert found["n8k: routing over forward"].value is None and not found["n8k: routing over forward"].is_met
 
 
-def test_what_must_run_is_judged_by_running():
+def test_judge_moba_of_a_required_run_is_met_only_by_a_time():
     (verdict,) = [
         verdict
         for verdict in judge_moba([timing("n512k_b1", "fwd+bwd", "triton", None, note="failed")])
@@ -149,26 +149,26 @@ def computed():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_check_of_a_sample_accepts_what_is_right(computed, seed):
+def test_check_sample_accepts_correct_results(computed, seed):
     operands, routing, results = computed
     check_sample(SMALL, routing.indices, operands, results, seed=seed)
 
 
 @pytest.mark.parametrize(("position", "name"), [(0, "output"), (1, "log-sum-exp"), (2, "dQ"), (3, "dK"), (4, "dV")])
-def test_the_check_of_a_sample_refuses_each_wrong_result(computed, position, name):
+def test_check_sample_of_a_wrong_result_raises_wrong_result(computed, position, name):
     operands, routing, results = computed
     wrong = [result * jnp.asarray(1.1, result.dtype) if i == position else result for i, result in enumerate(results)]
     with pytest.raises(WrongResult, match=name):
         check_sample(SMALL, routing.indices, operands, tuple(wrong))
 
 
-def test_a_result_that_is_not_a_number_is_refused(computed):
+def test_check_sample_of_nan_raises_wrong_result(computed):
     operands, routing, results = computed
     with pytest.raises(WrongResult, match="dV"):
         check_sample(SMALL, routing.indices, operands, (*results[:4], results[4] * jnp.nan))
 
 
-def test_choices_that_are_not_the_best_are_refused():
+def test_check_choice_of_blocks_that_are_not_the_best_raises_wrong_result():
     keys = np.repeat(np.arange(1.0, 8.0), 16)[:100, None] * np.ones((1, 2))
     query = np.ones((100, 2))
     own = np.arange(100)[:, None] // 16
@@ -182,7 +182,7 @@ def test_choices_that_are_not_the_best_are_refused():
             check_choice(SMALL, query, keys, changed, rows)
 
 
-def test_float32_attention_is_the_reference_under_the_routing():
+def test_float32_attention_matches_the_reference_under_a_routing():
     operands = [array.astype(jnp.float32) for array in random_operands(SMALL, seed=2)[:3]]
     options = {"block_size": SMALL.block_size, "top_k": SMALL.top_k}
     routing = moba_routing(*operands[:2], **options, implementation="xla")
@@ -196,7 +196,7 @@ def cholesky_program():
     return compile_program(lambda x: jnp.linalg.cholesky(x, symmetrize_input=False), 8 * jnp.eye(8))
 
 
-def test_a_chain_has_the_kernels_of_all_its_calls():
+def test_chain_runs_the_kernels_of_all_its_calls():
     program = cholesky_program()
     assert program.note.endswith(" x1")
     chain = program.chain(3)
@@ -205,7 +205,7 @@ def test_a_chain_has_the_kernels_of_all_its_calls():
     assert program.run()[0, 0] > 1 > chain.run()[0, 0] > 0
 
 
-def test_a_chain_that_lost_calls_is_refused(monkeypatch):
+def test_chain_that_lost_calls_raises_chain_broken(monkeypatch):
     monkeypatch.setattr("benchmarks.harness.programs._chained", lambda function, calls: function)
     program = cholesky_program()
     with pytest.raises(ChainBroken, match="x1"):
@@ -217,7 +217,7 @@ def test_custom_calls_are_counted_by_target():
     assert custom_calls(text) == {"one": 2}
 
 
-def test_kernels_are_found_by_tracing_and_shared_by_lengths():
+def test_launch_specs_are_found_by_tracing_and_shared_between_lengths():
     pytest.importorskip("triton")
     cases = [MOBA_CASES["n8k"], MOBA_CASES["n16k"]]
     first, second = (launch_specs(case) for case in cases)
@@ -229,7 +229,7 @@ def test_kernels_are_found_by_tracing_and_shared_by_lengths():
     assert len(names) <= len(different) < len(first) + len(second)
 
 
-def test_a_kernel_that_cannot_be_planned_is_a_line():
+def test_different_kernels_reports_a_kernel_that_cannot_be_planned():
     class Broken:
         name = "broken"
 
@@ -241,7 +241,7 @@ def test_a_kernel_that_cannot_be_planned_is_a_line():
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_what_is_compiled_ahead_is_on_disk_as_launches_need_it(binary, monkeypatch, tmp_path):
+def test_compile_one_writes_the_binary_only_on_request(binary, monkeypatch, tmp_path):
     pytest.importorskip("triton")
     from blockdiag.triton_kernels.launch import compile as compile_module
     from tests.interop.bridge_kernels import AddSpec
@@ -271,7 +271,7 @@ def measured_rows(moba, case=SMALL, **options):
     return {(row.implementation, row.pass_name): row for row in rows}
 
 
-def test_a_pass_that_fails_is_a_row_and_the_others_go_on(moba, monkeypatch):
+def test_measure_records_a_failed_pass_and_times_the_others(moba, monkeypatch):
     def make(self, pass_name):
         if pass_name == "bwd":
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -290,7 +290,7 @@ def test_a_pass_that_fails_is_a_row_and_the_others_go_on(moba, monkeypatch):
     assert all(rows["torch-fa2", name].median_ms > 0 for name in ("fwd", "bwd", "fwd+bwd"))
 
 
-def test_nothing_is_timed_without_the_check(moba, monkeypatch):
+def test_measure_times_nothing_when_the_check_fails(moba, monkeypatch):
     def refuse(passes, results, seed):
         raise WrongResult("output: relative error 1")
 
@@ -352,7 +352,7 @@ def test_dense_baselines_are_timed_once_for_a_shape(moba):
     assert len(moba.FAMILY.others([MOBA_CASES["block64_k16_64k"]], untimed)) == 1
 
 
-def test_cases_after_the_end_of_the_budget_are_rows_and_replace_none(moba, monkeypatch, tmp_path):
+def test_moba_command_past_the_deadline_adds_rows_and_replaces_none(moba, monkeypatch, tmp_path):
     from rich.console import Console
 
     monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")

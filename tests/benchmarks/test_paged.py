@@ -53,7 +53,7 @@ def cases_of(group: str) -> list[PagedCase]:
     return [case for case in make_cases() if case.group == group]
 
 
-def test_cases_have_different_names_and_known_groups():
+def test_make_cases_returns_unique_names_in_known_groups():
     cases = make_cases()
     names = [(case.group, case.name) for case in cases]
     assert len(set(names)) == len(names)
@@ -64,7 +64,7 @@ def test_cases_have_different_names_and_known_groups():
     assert sum(len(pool) for pool in by_pool(cases)) == len(cases)
 
 
-def test_bytes_are_those_of_the_cache():
+def test_read_bytes_count_the_cache_and_its_scales():
     case = PagedCase(group="decode", shape=SHAPES["b1_128k"])
     assert case.read_bytes == 131072 * 8 * 128 * 2 * 2
     assert dataclasses.replace(case, cache="float8_e5m2").read_bytes == case.read_bytes // 2
@@ -72,7 +72,7 @@ def test_bytes_are_those_of_the_cache():
     assert scaled.read_bytes == case.read_bytes // 2 + 131072 * 8 * 4 * 2
 
 
-def test_short_caches_are_measured_in_memory_too():
+def test_short_cases_are_measured_in_cache_and_in_memory():
     short = cases_of("short")
     assert {case.copies > 1 for case in short} == {False, True}
     for case in short:
@@ -80,7 +80,7 @@ def test_short_caches_are_measured_in_memory_too():
         assert case.copies == 1 or case.copies * case.shape.cache_bytes(case.cache) >= 4 * 60e6
 
 
-def test_launches_fit_every_case():
+def test_launch_steps_plan_every_case():
     pytest.importorskip("triton")
     from blockdiag.triton_kernels.launch.plan import Target
 
@@ -99,7 +99,7 @@ def test_groups_are_selected_by_name():
             select_groups(wrong)
 
 
-def test_recorded_rows_are_marked():
+def test_recorded_rows_are_marked_as_recorded():
     rows = recorded_rows()
     assert len(rows) == 3 * len(RECORDED)
     assert all("not run here" in row.note and "recorded" in row.device for row in rows)
@@ -108,7 +108,7 @@ def test_recorded_rows_are_marked():
     assert row.median_us == 145.1 and row.tb_per_s == pytest.approx(3.699, abs=2e-3)
 
 
-def test_rows_are_kept_in_a_file(tmp_path):
+def test_merge_rows_replaces_only_rows_with_the_same_key(tmp_path):
     rows = all_rows()
     merge_rows(tmp_path / "paged.csv", PagedTiming, [*rows, *recorded_rows()])
     merge_rows(tmp_path / "paged.csv", PagedTiming, [dataclasses.replace(rows[0], median_us=3.0)])
@@ -117,7 +117,7 @@ def test_rows_are_kept_in_a_file(tmp_path):
     assert found[0].median_us == 3.0 and found[1 : len(rows)] == rows[1:]
 
 
-def test_verdicts_compare_with_the_limits():
+def test_judge_paged_compares_rows_with_limits():
     times = {"b1_128k_bf16_p1": 137.0, "b1_128k_bf16_p64": 130.0, "b1_128k_e4m3_p1": 81.0, "b1_128k_e4m3_p64": 79.0}
     rows = [timing(case, times[case.name]) for case in cases_of("decode") if case.name in times]
     splits = [case for case in cases_of("splits") if (case.shape.name, case.cache) == ("b32_8k", "bfloat16")]
@@ -140,7 +140,7 @@ def test_verdicts_compare_with_the_limits():
     assert [found[case.name + ": us"].is_met for case in cases_of("moba")[:2]] == [False, True]
 
 
-def test_tables_have_a_line_for_what_was_measured():
+def test_paged_tables_have_a_line_for_every_measured_row():
     from rich.console import Console
 
     rows = [*all_rows(), *recorded_rows(), timing(cases_of("append")[0], None, "xla", note="failed: no memory")]
@@ -158,14 +158,14 @@ def drawn(case: PagedCase):
     return case_arrays(case, make_pool(case, seed=0, device="cpu"), seed=0)
 
 
-def test_no_page_is_shared_and_copies_are_apart():
+def test_page_tables_of_copies_share_no_page():
     case = PagedCase(group="short", shape=SMALL, page_size=16, copies=3)
     tables = torch.cat([arrays["page_table"].flatten() for arrays in drawn(case)])
     assert sorted(tables.tolist()) == list(range(3 * 2 * 8))
     assert tables.tolist() != sorted(tables.tolist())
 
 
-def test_calls_of_moba_have_queries_of_their_own():
+def test_moba_calls_have_different_queries():
     case = PagedCase(group="moba", shape=SMALL, page_size=16, block_size=16, top_k=3)
     arrays = drawn(case)
     assert len(arrays) == case.calls == 10
@@ -175,7 +175,7 @@ def test_calls_of_moba_have_queries_of_their_own():
     assert least < paged_check.chosen_bytes(case, arrays[0]) <= arrays[0]["centroids"].nbytes + case.read_bytes
 
 
-def test_exact_attention_is_the_library_s_reference():
+def test_exact_attention_matches_the_library_reference():
     from benchmarks.harness.device import to_jax
     from blockdiag.ops.moba_paged.api import moba_paged_attention
 
@@ -191,7 +191,7 @@ def test_exact_attention_is_the_library_s_reference():
         np.testing.assert_allclose(np.asarray(output[sequence], np.float32), exact, rtol=1e-2, atol=1e-2)
 
 
-def test_wrong_results_are_refused():
+def test_check_attention_of_wrong_results_raises_wrong_result():
     case = PagedCase(group="decode", shape=SMALL, cache="float8_e4m3fn", page_size=16, scales="token")
     arrays = drawn(case)[0]
     output, log_sum = map(
@@ -217,7 +217,7 @@ def appended(case: PagedCase):
     return before, before | dict(zip(("key_pages", "value_pages"), map(to_torch, pages), strict=False))
 
 
-def test_appended_tokens_are_found_and_others_are_not_accepted():
+def test_check_append_accepts_new_tokens_and_rejects_other_changes():
     case = PagedCase(group="append", shape=SMALL, page_size=16)
     before, after = appended(case)
     assert paged_check.check_append(case, before, after) == 0
@@ -230,7 +230,7 @@ def test_appended_tokens_are_found_and_others_are_not_accepted():
         paged_check.check_append(case, before, after | {"value_pages": pages})
 
 
-def test_a_scale_of_each_head_is_undone():
+def test_check_append_undoes_a_scale_per_head():
     case = PagedCase(group="append", shape=SMALL, cache="float8_e4m3fn", page_size=16, scales="head")
     assert 0 < paged_check.check_append(case, *appended(case)) < 0.04
 
@@ -299,7 +299,7 @@ def test_native_launches_are_checked_and_timed(case, monkeypatch):
         assert found["torch-fa2"].page_size is None and found["torch-fa2"].median_us > 0
 
 
-def test_nothing_is_timed_without_the_check(monkeypatch):
+def test_measure_times_nothing_when_the_check_fails(monkeypatch):
     def refuse(*_):
         raise WrongResult("output: relative error 1")
 
@@ -313,7 +313,7 @@ def test_nothing_is_timed_without_the_check(monkeypatch):
     assert "time budget" in row.note
 
 
-def test_a_chain_that_lost_calls_is_refused(monkeypatch):
+def test_jax_program_that_lost_calls_raises_chain_broken(monkeypatch):
     def attend(query, rest):
         return jnp.linalg.cholesky(query, symmetrize_input=False), None
 
@@ -326,7 +326,7 @@ def test_a_chain_that_lost_calls_is_refused(monkeypatch):
         paged_programs.jax_program(attend, arrays, 3)
 
 
-def test_rows_without_times_replace_none(monkeypatch, tmp_path):
+def test_paged_command_past_the_deadline_keeps_recorded_rows(monkeypatch, tmp_path):
     from rich.console import Console
 
     monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")

@@ -58,7 +58,7 @@ def test_command_draws_every_picture_without_measuring(drawn):
     assert "smoke" not in output
 
 
-def test_pictures_are_small_and_of_their_theme(drawn):
+def test_pictures_are_small_and_have_their_theme_background(drawn):
     for picture in PICTURES:
         for theme in THEMES:
             path = drawn[1] / f"{picture.name}{theme.suffix}.png"
@@ -69,7 +69,7 @@ def test_pictures_are_small_and_of_their_theme(drawn):
             assert "#{:02x}{:02x}{:02x}".format(*corner) == theme.background, path.name
 
 
-def test_committed_pictures_are_those_of_the_command_and_small():
+def test_committed_pictures_match_the_command_and_are_small():
     committed = {path.name: path.stat().st_size for path in RESULTS.glob("*.png")}
     assert committed.keys() == files_of(PICTURES)
     assert max(committed.values()) < LIMIT
@@ -81,7 +81,7 @@ def test_no_picture_of_the_project_is_large():
     assert not [path for path in found if path.stat().st_size >= LIMIT]
 
 
-def test_a_picture_is_the_same_again(tmp_path):
+def test_draw_pictures_twice_writes_equal_files(tmp_path):
     picture = next(picture for picture in PICTURES if picture.name == "paged_splits")
     first, second = (draw_pictures([picture], RESULTS, tmp_path / name).paths for name in "ab")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
@@ -105,7 +105,7 @@ def test_rows_without_times_are_left_out_with_the_reason(tmp_path):
     assert len(drawn.left_out) == 3 and "no time of 'triton-torch' in group 'decode'" in drawn.left_out[0]
 
 
-def test_other_mistakes_are_not_taken_for_missing_rows(monkeypatch, tmp_path):
+def test_draw_pictures_propagates_unrelated_errors(monkeypatch, tmp_path):
     def wrong(rows, theme):
         raise ValueError("a bug")
 
@@ -114,7 +114,7 @@ def test_other_mistakes_are_not_taken_for_missing_rows(monkeypatch, tmp_path):
         draw_pictures([picture for picture in PICTURES if picture.name == "paged_splits"], RESULTS, tmp_path)
 
 
-def test_each_benchmark_has_pictures_of_its_own():
+def test_pictures_of_each_benchmark_exist():
     assert len(pictures_of("all")) == len(PICTURES)
     for op in ("block_diagonal", "moba", "paged", "fuse", "gallery"):
         assert pictures_of(op)
@@ -123,7 +123,7 @@ def test_each_benchmark_has_pictures_of_its_own():
         assert callable(picture.function)
 
 
-def test_all_takes_no_cases():
+def test_all_command_with_cases_exits_with_an_error():
     result = CliRunner().invoke(app, ["all", "--cases", "h8_d128"])
     assert result.exit_code == 1 and "--cases" in str(result.exception or result.output)
 
@@ -140,7 +140,7 @@ def lines_of(axis) -> dict[str, tuple[list[float], list[float]]]:
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines}
 
 
-def test_moba_by_length_shows_the_rows_for_one_sequence():
+def test_draw_lengths_shows_times_and_memory_per_sequence():
     rows = read_rows(RESULTS / "moba.csv", MoBATiming)
     figure = draw_lengths(rows, LIGHT)
     times, memory = figure.axes
@@ -155,7 +155,7 @@ def test_moba_by_length_shows_the_rows_for_one_sequence():
     assert shown[65536] == pytest.approx(row.peak_bytes / 2**31)
 
 
-def test_block_diagonal_times_are_over_the_floor():
+def test_draw_times_shows_block_diagonal_times_over_the_floor():
     rows = read_rows(RESULTS / "block_diagonal.csv", Timing)
     forward = draw_times(rows, DARK).axes[0]
     shown = lines_of(forward)[LOOKS["torch-fa2"].label][0]
@@ -167,7 +167,7 @@ def test_block_diagonal_times_are_over_the_floor():
     assert sorted(shown) == pytest.approx(sorted(expected))
 
 
-def test_marks_far_from_the_floor_stand_at_the_end_with_their_number():
+def test_draw_over_floor_clamps_distant_marks_and_labels_them():
     _, (axis,) = new_figure(1, 4.0, 2.0)
     dots = [Dot("window", "triton", 3.0, "0.10 ms"), Dot("window", "jax-jit", 300.0), Dot("window", "torch-fa2", 400.0)]
     draw_over_floor(axis, ["window"], dots, LIGHT)
@@ -190,7 +190,7 @@ def test_roofline_counts_block_diagonal_products():
     assert point.tflops == pytest.approx(262144 * 8 * 5 * 2 * 64 * 128 / row.median_ms / 1e9)
 
 
-def test_no_pass_is_above_the_data_sheet():
+def test_roofline_points_are_below_the_data_sheet():
     rate, peak = roofline_plots.NOMINAL["NVIDIA H200"]
     points = [
         *roofline_plots.block_diagonal_points(read_rows(RESULTS / "block_diagonal.csv", Timing)),
@@ -203,7 +203,7 @@ def test_no_pass_is_above_the_data_sheet():
         assert point.tflops < min(peak, rate * point.intensity), point
 
 
-def test_masks_are_those_of_the_operations():
+def test_mask_plots_match_the_operations():
     position = np.arange(96)
     offsets = np.array(mask_plots.OFFSETS)
     sequence = np.searchsorted(offsets, position, side="right") - 1
@@ -217,14 +217,14 @@ def test_masks_are_those_of_the_operations():
     assert window.any(axis=1).all() and window.mean() < 0.2
 
 
-def test_pages_of_the_pool_are_each_sequence_once():
+def test_example_pool_holds_each_page_of_a_sequence_once():
     pool = mask_plots.example_pool()
     for sequence, length in enumerate((14, 9, 17, 6)):
         np.testing.assert_array_equal(np.sort(pool.place[pool.owner == sequence]), np.arange(length))
     assert (pool.owner == -1).sum() == 64 - 46
 
 
-def test_files_hold_the_colours_that_were_drawn(tmp_path):
+def test_saved_pictures_keep_the_drawn_colours(tmp_path):
     def draw(theme):
         figure, (axis,) = new_figure(1, 2.0, 2.0)
         axis.barh([0, 1], [1.0, 2.0], color=[theme.ours, theme.floor])
@@ -236,7 +236,7 @@ def test_files_hold_the_colours_that_were_drawn(tmp_path):
     assert {DARK.background, DARK.ours.lower(), DARK.floor.lower()} <= colours
 
 
-def test_implementations_differ_without_their_colour():
+def test_implementation_styles_differ_without_colour():
     looks = [(look.marker, look.line) for name, look in LOOKS.items() if not name.endswith("-published")]
     together = [LOOKS[name] for name in ("triton", "torch-flex", "torch-compile", "jax-cudnn", "jax-jit")]
     assert len({look.marker for look in together}) == len(together)
@@ -250,7 +250,7 @@ def test_sizes_have_short_names():
     assert [size_name(size) for size in (512, 8192, 1 << 19, 1 << 20)] == ["512", "8K", "512K", "1M"]
 
 
-def test_nothing_to_draw_is_an_error_of_its_own():
+def test_pictures_without_rows_raise_nothing_to_draw():
     for picture in plots.PICTURES:
         if picture.sources:
             with pytest.raises(NothingToDraw):

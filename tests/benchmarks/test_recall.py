@@ -36,7 +36,7 @@ def rows():
     return by_keys(found)
 
 
-def test_probability_of_being_chosen_is_that_of_normal_scores():
+def test_chosen_probability_matches_simulated_normal_scores():
     generator = np.random.default_rng(0)
     snr, candidates, places = 0.8, 9, 3
     scores = generator.standard_normal((200_000, candidates))
@@ -45,7 +45,7 @@ def test_probability_of_being_chosen_is_that_of_normal_scores():
     assert chosen_probability(snr, candidates, places) == pytest.approx((rank < places).mean(), abs=4e-3)
 
 
-def test_probability_at_the_edges():
+def test_chosen_probability_at_the_limits_has_known_values():
     assert chosen_probability(0.0, 8, 2) == pytest.approx(2 / 8, abs=1e-4)
     assert chosen_probability(9.0, 100, 1) == pytest.approx(1.0, abs=1e-6)
     assert chosen_probability(1.0, 5, 0) == 0.0
@@ -61,7 +61,7 @@ def independent_retrieval(settings: RecallSettings) -> Retrieval:
     return Retrieval(jnp.asarray(key[np.arange(settings.trials), position]), jnp.asarray(key), position, 1)
 
 
-def test_the_formula_holds_where_its_assumptions_do():
+def test_recall_of_independent_keys_matches_the_formula():
     settings = dataclasses.replace(SETTINGS, trials=600)
     predicted = np.sqrt(settings.head_dim / 2)
     retrieval = independent_retrieval(settings)
@@ -96,7 +96,7 @@ def test_smaller_blocks_raise_accuracy_at_constant_attended_tokens(rows):
         assert small.accuracy > small.chance + 4 * small.error
 
 
-def test_key_convolution_raises_what_tells_a_phrase_from_the_rest():
+def test_key_convolution_raises_the_signal_of_phrases():
     training_text, held_out_text = split_text(english_text())
     settings = dataclasses.replace(SETTINGS, steps=150, phrase=8, training_context=256)
     found = {}
@@ -135,7 +135,7 @@ def test_command_prints_the_table_and_saves_a_plot(monkeypatch, tmp_path, rows):
     assert plot.stat().st_size < 200_000
 
 
-def test_a_context_without_a_choice_is_refused():
+def test_recall_command_with_too_short_a_context_exits_with_an_error():
     result = CliRunner().invoke(app, ["recall", "--context", "300"])
     assert result.exit_code == 2
     assert "--context" in result.output

@@ -42,7 +42,7 @@ def timing(pass_name, implementation, median_ms, **fields):
     )
 
 
-def test_table_of_speed_ups(readme_table):
+def test_speed_up_table_shows_ratios_to_the_baselines(readme_table):
     rows = [
         timing("fwd", "triton", 0.5, ratio_to_floor=0.96),
         timing("bwd", "triton", 1.5),
@@ -74,7 +74,7 @@ def moba_timing(pass_name, implementation, median_ms, case="n8k", tokens=8192, b
     )
 
 
-def test_table_of_moba(readme_table):
+def test_moba_table_shows_times_and_dense_baselines(readme_table):
     rows = [
         moba_timing("routing", "triton", 0.25),
         moba_timing("fwd", "triton", 1.0, extra_bytes=3 << 28),
@@ -119,7 +119,7 @@ def paged_timing(group, case, median_us, implementation="triton-torch", **fields
     )
 
 
-def test_table_of_decode(readme_table):
+def test_decode_table_shows_times_and_ratios(readme_table):
     rows = [
         paged_timing("decode", "p1", 131.04, page_size=1),
         paged_timing("decode", "p64", 130.0),
@@ -158,7 +158,7 @@ def test_a_section_without_results_is_empty(readme_table, monkeypatch, tmp_path)
     assert page.read_text() == "before\n<!-- fuse:start -->\n\n<!-- fuse:end -->\n"
 
 
-def test_sections_go_between_their_markers(readme_table):
+def test_with_section_replaces_text_between_markers(readme_table):
     page = "before\n<!-- one:start -->\nold\n<!-- one:end -->\nafter <!-- two:start --><!-- two:end -->\n"
     changed = readme_table["with_section"](page, "one", "new")
     assert changed == page.replace("old", "new")
@@ -170,7 +170,7 @@ def test_pages_show_the_recorded_figures(readme_table):
     readme_table["main"](["--check"])
 
 
-def test_pages_that_show_other_figures_are_found(readme_table, monkeypatch, tmp_path):
+def test_check_of_pages_with_other_figures_exits_with_an_error(readme_table, monkeypatch, tmp_path):
     """For each section and each of its files alone, as if this library had taken a tenth longer."""
     main, sections = readme_table["main"], readme_table["SECTIONS"]
     assert {one.page.name for one in sections} == {"README.md", "moba.md", "decode.md", "speed.md"}
@@ -205,7 +205,7 @@ def fuse_timing(case, pass_name, implementation, median_ms, **fields):
     )  # fmt: skip
 
 
-def test_table_of_fuse(readme_table):
+def test_fuse_table_shows_times_floor_and_baselines(readme_table):
     rows = [
         fuse_timing("causal_4x4096_mha", "fwd", "triton", 0.5, floor_ms=0.25),
         fuse_timing("causal_4x4096_mha", "fwd+bwd", "triton", 2.0, floor_ms=1.0),
@@ -219,7 +219,7 @@ def test_table_of_fuse(readme_table):
         readme_table["fuse_section"](rows[2:])
 
 
-def test_fastest_of_the_others_on_the_same_gpu_counts():
+def test_speedups_compare_with_the_fastest_baseline_on_the_same_gpu():
     rows = [
         fuse_timing("causal_4x4096_mha", "fwd", "triton", 0.5),
         fuse_timing("causal_4x4096_mha", "fwd", "torch-flex", 0.75),
@@ -240,7 +240,7 @@ def test_fastest_of_the_others_on_the_same_gpu_counts():
     assert one.other_name == "cuDNN (torch)" and one.factor == 2.5
 
 
-def test_paged_decode_is_compared_with_the_same_cache_in_pages():
+def test_paged_speedups_compare_with_the_same_paged_cache():
     rows = [
         paged_timing("decode", "p64", 100.0),
         paged_timing("decode", "p64", 150.0, "flashinfer-recorded", device="recorded"),
@@ -272,6 +272,6 @@ def test_readme_tells_where_others_are_faster():
     assert "No measured pass" in behind_section([], [], [], rows[:1], variants[:1])
 
 
-def test_summary_needs_every_operation(readme_table):
+def test_summary_without_an_operation_raises_value_error(readme_table):
     with pytest.raises(ValueError, match="no workload of block diagonal"):
         summary_section([], [], [], [])

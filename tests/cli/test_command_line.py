@@ -39,7 +39,7 @@ def test_help_lists_the_commands(package, names):
         assert name in result.stdout
 
 
-def test_benchmarks_are_named_where_the_package_is_asked_for_them():
+def test_bench_command_of_the_package_names_the_benchmarks_of_the_checkout():
     result = start("bench", "moba")
     assert result.returncode != 0
     assert "python -m benchmarks moba" in result.stderr and "checkout" in result.stderr
@@ -72,7 +72,7 @@ def test_unknown_option_is_an_error():
     assert "--no-such-option" in result.stderr
 
 
-def test_missing_package_is_named(monkeypatch):
+def test_demo_with_a_missing_package_names_it(monkeypatch):
     for module in ("demo", "training_report"):
         monkeypatch.delitem(sys.modules, f"blockdiag.cli.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "rich.progress", None)
@@ -117,7 +117,7 @@ def tools(folder: Path) -> str:
     return str(folder)
 
 
-def test_script_without_command_explains_itself(checkout):
+def test_script_without_command_prints_its_usage(checkout):
     result = run_script(checkout)
     assert result.returncode == 0
     assert "./do COMMAND" in result.stdout
@@ -175,7 +175,7 @@ def runtime_requirements() -> list[Requirement]:
     return [requirement for requirement in map(Requirement, texts) if requirement.specifier]
 
 
-def test_dependencies_of_users_have_no_upper_bound():
+def test_runtime_dependencies_have_no_upper_bound():
     operators = {specifier.operator for requirement in runtime_requirements() for specifier in requirement.specifier}
     assert operators == {">="}
 

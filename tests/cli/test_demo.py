@@ -37,7 +37,7 @@ def trainings():
     return {name: language_model.train(TINY, attention) for name, attention in attentions.items()}, attentions
 
 
-def test_text_is_english_and_held_out_text_is_new():
+def test_held_out_text_is_english_and_absent_from_training_text():
     text = language_model.english_text()
     assert text.dtype == np.uint8 and len(text) > 200_000
     training, held_out = language_model.split_text(text)
@@ -57,7 +57,7 @@ def test_batches_repeat_for_the_same_seed():
     assert not np.array_equal(first[0], other[0])
 
 
-def test_the_two_attentions_are_the_same_function():
+def test_block_attention_matches_masked_attention():
     query, key, value = (jax.random.normal(jax.random.key(seed), (2, 40, 2, 8)) for seed in range(3))
     ours, baseline = language_model.block_attention(TINY, None), language_model.masked_attention(TINY)
     results = (jax.jit(function)(query, key, value) for function in (ours, baseline))
@@ -75,7 +75,7 @@ def test_model_is_causal_and_sees_earlier_blocks():
     assert difference[16] > 0
 
 
-def test_losses_agree(trainings):
+def test_losses_of_both_attentions_agree(trainings):
     results, attentions = trainings
     ours, baseline = results[demo.OURS], results[demo.BASELINE]
     np.testing.assert_allclose(ours.losses, baseline.losses, rtol=1e-5)
@@ -83,7 +83,7 @@ def test_losses_agree(trainings):
     assert all(check.passed for check in demo.compare(TINY, results, attentions))
 
 
-def test_disagreement_is_noticed(trainings):
+def test_compare_of_different_attentions_fails_the_check(trainings):
     results, attentions = trainings
     wrong = dict(attentions)
     wrong[demo.BASELINE] = language_model.masked_attention(dataclasses.replace(TINY, block_size=8))
@@ -135,7 +135,7 @@ def test_command_fails_when_losses_disagree(monkeypatch, tmp_path, trainings):
     assert "DISAGREE" in result.output
 
 
-def test_command_says_when_a_device_is_missing(monkeypatch):
+def test_command_without_the_device_exits_with_an_error(monkeypatch):
     def no_device(kind):
         raise RuntimeError(f"Unknown backend {kind}")
 

@@ -69,7 +69,7 @@ def test_models_are_causal_and_the_routed_one_sees_less(models):
     assert not np.abs(logits[0] - logits[1])[48:].any()
 
 
-def test_gradients_reach_the_convolution_of_keys(models):
+def test_gradients_reach_the_key_convolution(models):
     model = models[demo_moba.MOBA]
     batch = jnp.concatenate([random_tokens(2), random_tokens(2)[:, :1]], axis=1)
     _, gradients = nnx.jit(nnx.value_and_grad(language_model.loss_of))(model, batch)
@@ -77,7 +77,7 @@ def test_gradients_reach_the_convolution_of_keys(models):
         assert np.abs(gradients["layers"][layer]["attention"]["key_weights"][...]).max() > 0
 
 
-def test_statistics_of_a_routing_made_by_hand():
+def test_routing_statistics_of_a_known_routing_match_by_hand():
     settings = dataclasses.replace(TINY, sequence_length=64, top_k=2)
     # One head always chooses the block before its own, the other one the first block.
     own = np.arange(64) // 16
@@ -91,14 +91,14 @@ def test_statistics_of_a_routing_made_by_hand():
     assert (found.distinct, found.available) == (1.0, 3)
 
 
-def test_statistics_need_a_choice():
+def test_routing_statistics_without_a_choice_raise_value_error():
     settings = dataclasses.replace(TINY, sequence_length=32, top_k=2)
     routing = Routing(jnp.zeros((1, 32, 1, 2), jnp.int32), 16, 2)
     with pytest.raises(ValueError, match="take longer sequences"):
         moba_model._statistics(routing, np.ones((1, 32, 1)), settings)
 
 
-def test_statistics_of_a_model_are_in_range(models):
+def test_routing_statistics_of_a_model_are_in_range(models):
     found = moba_model.routing_statistics(models[demo_moba.MOBA], random_tokens(2), TINY, "xla")
     assert len(found) == TINY.layers
     for layer in found:
@@ -133,7 +133,7 @@ def test_command_prints_losses_and_routing_and_saves_a_plot(monkeypatch, tmp_pat
             assert seen == pytest.approx(min(query_block + 1, TINY.top_k))
 
 
-def test_command_fails_when_all_blocks_are_not_dense(monkeypatch, tmp_path):
+def test_command_fails_when_moba_with_all_blocks_differs_from_dense(monkeypatch, tmp_path):
     training = language_model.Training(
         model=MoBALanguageModel(TINY, moba_model.dense_attention), losses=[2.0, 1.0], held_out_loss=1.0,
         tokens_per_second=1.0,

@@ -73,14 +73,14 @@ def only_convolution(monkeypatch) -> Iterator[None]:
     jax.clear_caches()
 
 
-def test_versions_and_devices(report):
+def test_report_has_versions_and_devices(report):
     assert report["python"] == platform.python_version()
     assert report["packages"]["jax"]
     assert set(report["packages"]) == set(doctor.PACKAGES)
     assert report["devices"][0]["platform"] in ("cpu", "gpu")
 
 
-def test_every_implementation_of_every_op_is_right(report):
+def test_every_implementation_of_every_op_is_within_tolerance(report):
     for operation in OPERATIONS.values():
         rows = rows_of(report, operation.name)
         assert [name for name in rows if name != "triton, compiled"] == list(operation.implementations)
@@ -91,14 +91,14 @@ def test_every_implementation_of_every_op_is_right(report):
             assert outcome["error"] <= outcome["allowed"] < 0.03, entry
 
 
-def test_interpreters_compute_something_of_their_own(report):
+def test_interpreters_compute_results_of_their_own(report):
     # Equal to the last bit would mean that the reference was called in their place.
     for op in ("block_diagonal_attention", "moba_attention", "fuse", "paged_attention"):
         for name in ("xla", "triton"):
             assert rows_of(report, op)[name]["error"] > 0, (op, name)
 
 
-def test_torch_and_the_crossing_are_checked(report):
+def test_report_checks_torch_operators_and_the_dlpack_crossing(report):
     assert {entry["op"] for entry in report["implementations"] if entry["framework"] == "torch"} == {
         case.op for case in doctor_checks.CASES
     }
@@ -123,7 +123,7 @@ def test_every_operation_has_a_case():
     assert all(any(operation.implementations is one for one in tables) for operation in OPERATIONS.values())
 
 
-def test_differentiable_ops_are_differentiated():
+def test_cases_of_differentiable_ops_check_gradients():
     with_gradients = {case.op for case in doctor_checks.CASES if case.differentiable}
     assert with_gradients == {
         "block_diagonal_attention",
@@ -173,7 +173,7 @@ def test_implementation_that_raises_is_shown_and_the_others_are_checked(monkeypa
     assert result.output.count("ok, ") >= 3  # the reference, the interpreter, and the crossing
 
 
-def test_implementation_whose_module_cannot_be_asked_fails(monkeypatch, only_convolution):
+def test_implementation_whose_available_raises_fails(monkeypatch, only_convolution):
     def fail():
         raise ImportError("no such name in triton")
 
@@ -271,7 +271,7 @@ def test_compiled_program_without_kernels_is_a_failure(monkeypatch):
     assert [outcome.failure is not None for outcome in outcomes].count(True) == 1
 
 
-def test_results_of_another_shape_or_other_integers_are_errors():
+def test_relative_error_of_other_shapes_or_integers_is_an_error():
     with pytest.raises(ValueError, match=r"\(2,\), that of the reference \(3,\)"):
         doctor_checks._relative_error(np.ones(2), np.ones(3))
     assert doctor_checks._relative_error(np.array([1, 2]), np.array([1, 2])) == 0
@@ -279,7 +279,7 @@ def test_results_of_another_shape_or_other_integers_are_errors():
     assert doctor_checks._relative_error(np.array([1.0, 4.0]), np.array([2.0, 4.0])) == 0.25
 
 
-def test_tolerance_of_bfloat16_follows_from_a_dense_computation():
+def test_tolerance_of_bfloat16_follows_from_a_naive_computation():
     sizes = doctor_checks.ON_GPU
     case = Case(
         lengths=(sizes.tokens,),
@@ -299,7 +299,7 @@ def test_tolerance_of_bfloat16_follows_from_a_dense_computation():
     assert tolerance <= (2 * max(errors) + 2 * unit) * 1.1
 
 
-def test_tables(report):
+def test_tables_list_operations_and_versions(report):
     result = run_doctor("--quick")
     assert result.exit_code == 0
     for op in ("block_diagonal_attention", "moba_attention", "key_convolution"):
@@ -307,7 +307,7 @@ def test_tables(report):
     assert report["packages"]["jaxlib"] in result.output
 
 
-def test_version_that_nobody_tested_is_named_with_a_remedy(monkeypatch):
+def test_untested_version_is_reported_with_a_remedy(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", lambda name: "3.9.0" if name == "triton" else "0.11.2")
     remark = "this version is untested, tested are 3.6 to 3.8; pip install 'triton>=3.6,<3.9'"
     assert remark in run_doctor("--quick").output
@@ -333,7 +333,7 @@ def test_missing_package_is_named_with_its_extra(monkeypatch, package, system, r
     assert doctor._remark(package, None) == remark
 
 
-def test_other_distribution_of_the_package_is_named_with_a_remedy(monkeypatch):
+def test_conflicting_distribution_is_reported_with_a_remedy(monkeypatch):
     monkeypatch.setattr(doctor, "other_distributions", lambda: {"blockdiag": "3.0.0"})
     result = run_doctor("--quick")
     assert "blockdiag 3.0.0 and blockdiag-attn install a package of the same name" in result.output
@@ -343,7 +343,7 @@ def test_other_distribution_of_the_package_is_named_with_a_remedy(monkeypatch):
     assert "pip uninstall" not in run_doctor("--quick").output
 
 
-def test_features_are_listed(monkeypatch):
+def test_features_table_lists_fast_and_slow_features(monkeypatch):
     table = features_table((Feature("crossing", True, "found [it]"), Feature("launcher", False, "no such name")))
     fast, slow = (line for line in text_of(table).splitlines() if "crossing" in line or "launcher" in line)
     assert "fast" in fast and "found [it]" in fast
@@ -360,7 +360,7 @@ def test_every_module_of_private_names_describes_its_features(module):
     assert set(features) <= set(doctor_features.gather_features())
 
 
-def test_features_that_cannot_be_asked_do_not_stop_doctor(monkeypatch):
+def test_features_that_raise_do_not_stop_doctor(monkeypatch):
     def fail():
         raise AttributeError("module 'triton' has no attribute 'knobs'")
 
@@ -370,7 +370,7 @@ def test_features_that_cannot_be_asked_do_not_stop_doctor(monkeypatch):
     assert "module 'triton' has no attribute 'knobs'" in result.output
 
 
-def test_torch_beside_jax(report):
+def test_report_describes_torch_beside_jax(report):
     torch = pytest.importorskip("torch")
     entry = report["torch"]
     assert entry["cuda"] == torch.version.cuda
@@ -381,7 +381,7 @@ def test_torch_beside_jax(report):
     assert "torch beside JAX" in run_doctor("--quick").output
 
 
-def test_without_torch(monkeypatch):
+def test_report_without_torch_has_only_jax(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
     result = run_doctor("--quick", "--json")
@@ -402,11 +402,11 @@ def test_without_torch(monkeypatch):
         ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, (False, 0.75)),
     ],
 )
-def test_memory_settings_of_jax(environment, expected):
+def test_memory_settings_follow_the_environment(environment, expected):
     assert doctor._memory_settings(environment) == expected
 
 
-def test_memory_and_devices_are_told():
+def test_torch_table_shows_memory_and_devices():
     entry = doctor.TorchReport("13.0", "9.19.0", None, ["A GPU"], False, True, 0.75, 3 << 30)
     text = text_of(doctor._torch_table(entry))
     assert "13.0, 9.19.0, none" in text
@@ -414,6 +414,6 @@ def test_memory_and_devices_are_told():
     assert "75% of a GPU, 3.0 GiB at its first use; XLA_PYTHON_CLIENT_PREALLOCATE=false" in text
 
 
-def test_result_in_words():
+def test_result_text_shows_time_or_availability():
     assert doctor._result(Outcome(seconds=1.26)) == "[green]ok[/green], 1.3 s"
     assert doctor._result(Outcome()) == "[green]available[/green]"

@@ -98,7 +98,7 @@ def moba(context, query, key, value, offsets=None, mask=None, **options):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["ulysses", "gather"])
 @pytest.mark.division("tokens", "gradients", operation="moba")
-def test_moba_of_shared_tokens(strategy, kind):
+def test_moba_of_sharded_tokens_matches_one_device(strategy, kind):
     context = ContextParallel("model", strategy)
     gathers = {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"}
     moves = {"ulysses": {"all-to-all"}, "gather": gathers}[strategy]
@@ -107,7 +107,7 @@ def test_moba_of_shared_tokens(strategy, kind):
 
 # One operation at a time is some hundred programs.
 @pytest.mark.parametrize("strategy", ["ulysses", pytest.param("gather", marks=pytest.mark.exhaustive)])
-def test_moba_of_shared_tokens_outside_of_jit_equals_the_compiled_call(strategy):
+def test_moba_of_sharded_tokens_outside_jit_matches_the_compiled_call(strategy):
     """`jax.shard_map` then runs one operation at a time, and refuses derivatives that a compiled program may have."""
     mesh = make_mesh("explicit", (1, 4))
     compute = gradients_of(moba, ContextParallel("model", strategy))
@@ -126,19 +126,19 @@ def test_ulysses_with_one_key_head_on_each_device_equals_one_device(key_heads):
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("automatic", "ulysses"), ("explicit", "gather")])
-def test_moba_of_shared_tokens_and_batch_rows(strategy, kind):
+def test_moba_of_sharded_tokens_and_batch_matches_one_device(strategy, kind):
     context = ContextParallel("model", strategy, batch_axes=("data",))
     assert_shared(moba, operands(2), P("data", "model"), kind, (2, 2), context)
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("automatic", "gather"), ("explicit", "ulysses")])
-def test_moba_of_shared_tokens_and_heads(strategy, kind):
+def test_moba_of_sharded_tokens_and_heads_matches_one_device(strategy, kind):
     context = ContextParallel("data", strategy, head_axes=("model",))
     assert_shared(moba, operands(1), P(None, "data", "model"), kind, (2, 2), context)
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("manual", "gather"), ("automatic", "ulysses"), ("explicit", "gather")])
-def test_moba_of_shared_packed_tokens(strategy, kind):
+def test_moba_of_sharded_packed_tokens_matches_one_device(strategy, kind):
     context = ContextParallel("model", strategy)
     assert_shared(moba, [*operands(None), OFFSETS], P("model"), kind, (1, 4), context)
 
@@ -148,7 +148,7 @@ def moba_of_all_keys(context, *arrays):
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "gather"])
-def test_moba_that_is_not_causal_of_shared_tokens(strategy):
+def test_non_causal_moba_of_sharded_tokens_matches_one_device(strategy):
     assert_shared(
         moba_of_all_keys, operands(1), P(None, "model"), "explicit", (1, 4), ContextParallel("model", strategy)
     )
@@ -159,12 +159,12 @@ def masked_moba(context, query, key, value, mask):
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("automatic", "gather"), ("explicit", "ulysses")])
-def test_moba_of_shared_tokens_with_a_key_mask(strategy, kind):
+def test_moba_of_sharded_tokens_with_a_key_mask_matches_one_device(strategy, kind):
     mask = jnp.asarray(np.random.default_rng(1).random((1, TOKENS)) < 0.7)
     assert_shared(masked_moba, [*operands(1), mask], P(None, "model"), kind, (1, 4), ContextParallel("model", strategy))
 
 
-def test_moba_gathers_for_consecutive_queries_where_devices_have_an_odd_number_of_blocks():
+def test_moba_with_an_odd_number_of_blocks_per_device_gathers_consecutive_queries():
     attend = functools.partial(moba, block_size=TOKENS // 4)
     moves = {"all-gather", "reduce-scatter", "all-reduce"}
     context = ContextParallel("model", "gather")
@@ -179,7 +179,7 @@ def test_moba_without_a_strategy_gathers_only_where_heads_cannot_be_exchanged():
 
 
 @pytest.mark.parametrize(("strategy", "is_packed"), [("ulysses", False), ("gather", False), ("gather", True)])
-def test_moba_chooses_the_blocks_of_one_device(strategy, is_packed):
+def test_moba_of_sharded_tokens_equals_one_device_bitwise(strategy, is_packed):
     """All results are those of one device to the last bit, so that no other block can have been chosen."""
     arrays = [x.astype(jnp.bfloat16) for x in operands(None if is_packed else 1)]
     attend = functools.partial(moba, offsets=OFFSETS if is_packed else None, implementation="xla")
@@ -192,7 +192,7 @@ def test_moba_chooses_the_blocks_of_one_device(strategy, is_packed):
 
 
 @pytest.mark.parametrize("offsets", [None, OFFSETS], ids=["batched", "packed"])
-def test_moba_chooses_by_mean_keys_that_do_not_wait_for_gathered_keys(offsets, monkeypatch):
+def test_moba_routing_of_sharded_tokens_does_not_wait_for_gathered_keys(offsets, monkeypatch):
     """Where zeros arrive in place of keys, queries choose as before, and attend to what they chose evenly."""
     arrays = operands(2 if offsets is None else None)
     routing = moba_routing(*arrays[:2], block_size=BLOCK, top_k=3, sequence_offsets=offsets)
@@ -215,7 +215,7 @@ def test_moba_chooses_by_mean_keys_that_do_not_wait_for_gathered_keys(offsets, m
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_mean_keys_and_choices_by_them_divide_as_routing_does(is_mapped):
+def test_moba_centroids_and_choice_are_partitioned_over_batch_and_heads(is_mapped):
     """Batch rows, or an axis of `jax.vmap`, and heads; fewer key heads than query heads."""
     query, key, _ = operands(4)
     key = key[:, :, :2]
@@ -268,7 +268,7 @@ def block_diagonal_with(**options):
 @pytest.mark.parametrize(("kind", "rotary"), [*((kind, "by position") for kind in KINDS), ("explicit", "by token"),
                                               ("explicit", "positions"), ("automatic", "none")])  # fmt: skip
 @pytest.mark.division("tokens", "gradients", operation="block_diagonal")
-def test_block_diagonal_of_tokens_that_are_cut_between_blocks_communicates_nothing(kind, rotary):
+def test_block_diagonal_with_shards_cut_between_blocks_has_no_collectives(kind, rotary):
     attend = block_diagonal_with(rotary=rotary)
     context = ContextParallel("model", batch_axes=("data",))
     assert_shared(attend, operands(2), P("data", "model"), kind, (2, 2), context, collectives=())
@@ -277,7 +277,7 @@ def test_block_diagonal_of_tokens_that_are_cut_between_blocks_communicates_nothi
 @pytest.mark.parametrize(
     ("kind", "rotary"), [("automatic", "by position"), ("explicit", "by token"), ("explicit", "positions")]
 )
-def test_block_diagonal_of_blocks_that_devices_share(kind, rotary):
+def test_block_diagonal_of_blocks_that_span_devices_matches_one_device(kind, rotary):
     attend = block_diagonal_with(rotary=rotary, block_size=TOKENS)
     assert_shared(attend, operands(1), P(None, "model"), kind, (1, 4), ContextParallel("model"))
 
@@ -287,7 +287,7 @@ def packed_block_diagonal(context, query, key, value, offsets):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_block_diagonal_of_shared_packed_tokens(kind):
+def test_block_diagonal_of_sharded_packed_tokens_permutes_rows_between_neighbours(kind):
     context = ContextParallel("model")
     moves = {"collective-permute"}
     assert_shared(
@@ -304,7 +304,7 @@ def test_block_diagonal_of_shared_packed_tokens(kind):
         ("explicit", "positions", True),
     ],
 )
-def test_block_diagonal_of_blocks_that_cuts_divide_takes_the_rows_beside(kind, rotary, is_causal):
+def test_block_diagonal_of_blocks_cut_by_shards_permutes_rows_between_neighbours(kind, rotary, is_causal):
     """Two key heads, which four devices do not divide."""
     attend = functools.partial(block_diagonal, rotary=rotary, block_size=20, is_causal=is_causal)
     context, moves = ContextParallel("model"), {"collective-permute"}
@@ -312,7 +312,7 @@ def test_block_diagonal_of_blocks_that_cuts_divide_takes_the_rows_beside(kind, r
 
 
 @pytest.mark.parametrize("rotary", ["by position", "by token"])
-def test_block_diagonal_of_shared_blocks_of_given_lengths(rotary):
+def test_block_diagonal_of_sharded_block_lengths_permutes_rows_between_neighbours(rotary):
     def attend(context, query, key, value, lengths):
         return block_diagonal(context, query, key, value, block_lengths=lengths, rotary=rotary, is_causal=False)
 
@@ -331,7 +331,7 @@ def convolve_three(context, *arrays, weights=None, offsets=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.division("tokens", "gradients", operation="key_convolution")
-def test_key_convolution_of_shared_tokens_takes_the_few_keys_before(kind):
+def test_key_convolution_of_sharded_tokens_permutes_only_the_previous_keys(kind):
     arrays = random_arrays(*[(2, TOKENS, KEY_HEADS, WIDTH)] * 3)
     context = ContextParallel("model", batch_axes=("data",))
     moves = {"collective-permute"}
@@ -343,13 +343,13 @@ def convolve_three_packed(context, *arrays):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_key_convolution_of_shared_packed_tokens(kind):
+def test_key_convolution_of_sharded_packed_tokens_matches_one_device(kind):
     arrays = [*random_arrays(*[(TOKENS, KEY_HEADS, WIDTH)] * 3), OFFSETS]
     assert_shared(convolve_three_packed, arrays, P("model"), kind, (1, 4), ContextParallel("model"))
 
 
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])
-def test_gradient_of_weights_is_added_up_over_devices_that_share_tokens(kind):
+def test_key_convolution_weight_gradient_is_summed_over_token_shards(kind):
     key, weights = random_arrays((1, TOKENS, KEY_HEADS, WIDTH), (4, KEY_HEADS, WIDTH))
     mesh = make_mesh(kind, (1, 4))
 
@@ -365,7 +365,7 @@ def test_gradient_of_weights_is_added_up_over_devices_that_share_tokens(kind):
 
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])
 @pytest.mark.parametrize("attend", [moba, block_diagonal, convolve_three], ids=lambda function: function.__name__)
-def test_tokens_that_devices_do_not_divide_are_refused_with_the_length_to_pad_to(attend, kind):
+def test_tokens_that_the_mesh_does_not_divide_raise_value_error_with_the_padded_length(attend, kind):
     """JAX itself refuses to shard such an axis, so that no result could have their shape."""
     mesh = make_mesh(kind, (1, 4))
     context = ContextParallel("model", mesh=mesh if kind == "automatic" else None)
@@ -374,7 +374,7 @@ def test_tokens_that_devices_do_not_divide_are_refused_with_the_length_to_pad_to
         attend(context, *(shard(mesh, x[:, :126, :KEY_HEADS], P()) for x in operands(1)))
 
 
-def test_what_does_not_serve_block_diagonal_attention_is_refused():
+def test_block_diagonal_with_an_unsupported_strategy_or_head_count_raises_value_error():
     mesh = make_mesh("explicit", (1, 4))
     with jax.set_mesh(mesh):
         with pytest.raises(ValueError, match="'gather' does not support `block_diagonal_attention`"):
@@ -394,7 +394,7 @@ OFFSETS_OF_ROWS = [
 
 
 @pytest.mark.parametrize(("attend", "name", "strategy"), OFFSETS_OF_ROWS)
-def test_offsets_and_lengths_of_batch_rows_are_refused_as_on_one_device(attend, name, strategy):
+def test_offsets_of_batched_tokens_raise_the_value_error_of_one_device(attend, name, strategy):
     arrays = [x[:, :, :KEY_HEADS] for x in operands(2)]
     mesh, message = make_mesh("explicit", (1, 4)), "describes one packed token axis, .*; reshape the batch"
     with pytest.raises(ValueError, match=message):
@@ -419,7 +419,7 @@ def test_offsets_are_checked_against_the_tokens_of_all_devices():
         convolve(TOKENS + 1)
 
 
-def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
+def test_key_convolution_with_shards_shorter_than_its_window_raises_value_error():
     mesh = make_mesh("explicit", (1, 4))
     key, weights = random_arrays((1, 8, 1, 8), (4, 1, 8))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"need at least 3 tokens .* got 2; pad .* to 12"):
@@ -443,7 +443,7 @@ def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
         ),
     ],
 )
-def test_what_cannot_be_shared_is_refused(context, change, message):
+def test_unsupported_context_parallel_calls_raise_value_error(context, change, message):
     change = dict(change)
     arrays = operands(1, change.pop("key_heads", KEY_HEADS), change.pop("query_heads", HEADS))
     tokens = change.pop("tokens", TOKENS)
@@ -455,7 +455,7 @@ def test_what_cannot_be_shared_is_refused(context, change, message):
 @pytest.mark.parametrize(
     ("spec", "field"), [(P("data", "model"), "batch_axes"), (P(None, "model", "data"), "head_axes")]
 )
-def test_sharded_axes_of_an_automatic_mesh_that_nobody_names_are_gathered_with_a_warning(spec, field):
+def test_unnamed_sharded_axes_of_an_automatic_mesh_are_gathered_with_a_warning(spec, field):
     """Within `jax.jit` nobody knows."""
     mesh = make_mesh("automatic")
     arrays = [shard(mesh, x, spec) for x in operands(2)]
@@ -468,17 +468,17 @@ def test_sharded_axes_of_an_automatic_mesh_that_nobody_names_are_gathered_with_a
         block_diagonal(dataclasses.replace(context, **{field: ("data",)}), *arrays)
 
 
-def test_automatic_mesh_that_nobody_names_is_refused():
+def test_context_parallel_without_a_mesh_raises_value_error():
     with pytest.raises(ValueError, match=r"but the mesh has none; call inside `jax.set_mesh\(mesh\)`"):
         moba(ContextParallel("model"), *operands(1))
 
 
-def test_unknown_strategy_is_refused():
+def test_unknown_strategy_raises_value_error():
     with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses', 'gather' or 'ring', got 'rings'"):
         ContextParallel("model", "rings")
 
 
-def test_ring_is_refused_by_what_it_does_not_serve():
+def test_ring_strategy_of_other_operations_than_fuse_raises_value_error():
     context, mesh = ContextParallel("model", "ring"), make_mesh("explicit", (1, 4))
     arrays = [shard(mesh, x, P()) for x in operands(1)]
     with jax.set_mesh(mesh):

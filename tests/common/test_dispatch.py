@@ -29,7 +29,7 @@ PROBLEM = BlockDiagonalProblem(
 DOUBLE = dataclasses.replace(PROBLEM, dtype="float64")
 
 
-def test_array_implementations_compute_every_problem():
+def test_array_implementations_support_every_problem():
     for problem in (PROBLEM, DOUBLE, dataclasses.replace(PROBLEM, head_dim=7, block_size=3, sequence_length=None)):
         reasons = capabilities(problem)
         assert reasons["reference"] is None and reasons["xla"] is None
@@ -49,19 +49,19 @@ def test_sequence_picks_the_first_that_supports_the_call():
     assert resolve(DOUBLE, ("triton", "pallas", "xla", "reference")).elsewhere.name == "xla"
 
 
-def test_a_name_means_that_one_or_an_error():
+def test_single_name_that_cannot_compute_raises_not_implemented_error():
     with pytest.raises(NotImplementedError, match=r"implementation='triton' cannot compute this call: .*float64"):
         resolve(DOUBLE, ("triton",))
 
 
-def test_every_reason_is_listed():
+def test_unsupported_sequence_lists_every_reason():
     with pytest.raises(NotImplementedError) as caught:
         resolve(DOUBLE, ("triton", "pallas"))
     message = str(caught.value)
     assert "'triton': " in message and "'pallas': " in message and '"xla"' in message
 
 
-def test_normalised_names():
+def test_normalise_implementation_accepts_names_and_sequences():
     assert normalise_implementation(None, BLOCK_DIAGONAL) is None
     assert normalise_implementation("xla", BLOCK_DIAGONAL) == ("xla",)
     assert normalise_implementation(["triton", "xla"], BLOCK_DIAGONAL) == ("triton", "xla")
@@ -75,7 +75,7 @@ def test_public_function_raises_before_tracing():
         block_diagonal_attention(query, query, query, block_size=7, implementation="pallas")
 
 
-def test_where_triton_is_missing_only_xla_is_traced(monkeypatch):
+def test_default_without_triton_traces_only_xla(monkeypatch):
     here = Implementation("triton", "blockdiag.ops.block_diagonal.reference")
     monkeypatch.setitem(BLOCK_DIAGONAL.implementations, "triton", here)
     monkeypatch.setattr("blockdiag.ops.block_diagonal.reference.available", lambda: "Triton is not installed")
@@ -88,7 +88,7 @@ def test_cuda_defaults_exist():
     assert set(dispatch.CUDA_DEFAULTS) <= set(BLOCK_DIAGONAL.implementations)
 
 
-def test_import_is_light():
+def test_import_loads_no_framework_and_starts_no_backend():
     """Importing the library imports neither Triton nor torch nor a kernel, and starts no backend."""
     program = (
         "import sys, blockdiag, jax\n"

@@ -28,7 +28,7 @@ def several(transfers: list[list[int]]) -> list[tuple[int, int]]:
     return [(arrays, kernels) for arrays, kernels in transfers if arrays > 1]
 
 
-def test_exchanges_run_beside_kernels(programs: dict[str, Any]) -> None:
+def test_ulysses_exchanges_overlap_with_kernels(programs: dict[str, Any]) -> None:
     together = several(programs["ulysses"])
     # Four groups of heads. Forward, the first group's values arrive with the second group's query, key and value, then
     # each next group's with the results of the one before. Backward, a group has one cotangent and three gradients; the
@@ -40,17 +40,17 @@ def test_exchanges_run_beside_kernels(programs: dict[str, Any]) -> None:
     assert all(kernels >= 3 for _, kernels in others) and last == 2, together
 
 
-def test_heads_are_sorted_once_and_the_last_group_into_place(programs: dict[str, Any]) -> None:
+def test_ulysses_sorts_heads_once_and_writes_the_last_group_in_place(programs: dict[str, Any]) -> None:
     """Heads of the output and of three gradients; the output's last group is added where the backward pass begins."""
     assert programs["sorted"] == {"loop_transpose_fusion": 4, "loop_dynamic_update_slice_fusion": 3}
 
 
-def test_gathers_run_beside_the_choice_of_blocks_and_sums_beside_gradients(programs: dict[str, Any]) -> None:
+def test_gather_strategy_overlaps_gathers_with_routing_and_reductions_with_gradients(programs: dict[str, Any]) -> None:
     """Keys and values together; early and late queries choose by a kernel each, heads in two parts have gradients."""
     assert several(programs["gather"]) == [(2, 2), (2, 2)]
 
 
-def test_launches_write_into_memory_of_their_own(programs: dict[str, Any]) -> None:
+def test_aliased_launch_operands_have_separate_memory(programs: dict[str, Any]) -> None:
     """Gradients of keys and values once started as the same zeros, and XLA gave both the same memory."""
     aliased = programs["aliased"]
     assert aliased

@@ -52,7 +52,7 @@ TOKENS = 128
 
 
 @hypothesis.given(data=st.data(), size=st.sampled_from([0, 1, 4]), block_size=st.sampled_from([1, 7, 16]))
-def test_tiles_of_offsets(data, size, block_size):
+def test_tiles_from_offsets_cover_the_token_axis(data, size, block_size):
     lengths = data.draw(st.lists(st.integers(0, 32), min_size=size, max_size=size))
     if lengths and data.draw(st.booleans()):
         lengths[-1] = TOKENS - sum(lengths[:-1])
@@ -64,7 +64,7 @@ def test_tiles_of_offsets(data, size, block_size):
 
 
 @hypothesis.given(data=st.data(), size=st.sampled_from([0, 1, 8]), block_size=st.sampled_from([16, 20]))
-def test_tiles_of_lengths(data, size, block_size):
+def test_tiles_from_lengths_cover_the_token_axis(data, size, block_size):
     # Eight blocks of 16 leave no padding.
     length = st.one_of(st.just(16), st.integers(0, 16))
     lengths = data.draw(st.one_of(st.just([16] * size), st.lists(length, min_size=size, max_size=size)))
@@ -78,14 +78,14 @@ ANY_INT32 = st.one_of(st.integers(-5, 60), st.integers(-(2**31), 2**31 - 1))
 
 
 @hypothesis.given(data=st.data(), size=st.sampled_from([1, 2, 5]), block_size=st.sampled_from([1, 7, 16]))
-def test_no_values_leave_the_token_axis(data, size, block_size):
+def test_tiles_of_invalid_offsets_and_lengths_cover_the_token_axis(data, size, block_size):
     """Offsets and lengths that break every rule still give a table that covers the token axis exactly."""
     array = jnp.asarray(data.draw(st.lists(ANY_INT32, min_size=size, max_size=size)), jnp.int32)
     check_coverage(np.asarray(build_from_offsets(array, 50, block_size)), 50, block_size)
     check_coverage(np.asarray(build_from_lengths(array, 50, block_size)), 50, block_size)
 
 
-def test_traced_offsets_that_start_late_or_decrease():
+def test_tiles_of_traced_offsets_that_start_late_or_decrease_mark_padding():
     offsets = jnp.asarray([3, 10, 7, 12], jnp.int32)
     tiles = np.asarray(build_from_offsets(offsets, 15, 16))
     assert [tuple(tile) for tile in tiles if tile[1]] == [(0, -3, 0), (3, 7, 0), (10, 2, 0), (12, -3, 0)]
@@ -97,7 +97,7 @@ def test_rows_of_a_block_beyond_the_block_size_are_padding():
 
 
 @pytest.mark.parametrize(("length", "block_size"), [(16, 16), (20, 8), (5, 8)])
-def test_uniform_tiles(length, block_size):
+def test_uniform_tiles_match_the_expected_blocks(length, block_size):
     per_sequence = -(-length // block_size)
     problem = BlockDiagonalProblem(
         tokens=3 * length,
@@ -115,13 +115,13 @@ def test_uniform_tiles(length, block_size):
     assert [tuple(tile) for tile in tiles] == expected_blocks([length] * 3, block_size)
 
 
-def test_token_positions():
+def test_token_positions_restart_in_each_sequence():
     offsets = jnp.asarray([0, 5, 5, 14], jnp.int32)
     tiles = build_from_offsets(offsets, 16, 4)
     np.testing.assert_array_equal(token_positions(tiles, 16, 4)[:14], [*range(5), *range(9)])
 
 
-def test_long_tables_are_built_alike(monkeypatch):
+def test_long_tile_tables_equal_short_ones(monkeypatch):
     """Beyond some size the table is built by scans and a search instead of by comparing every pair."""
 
     def build(offsets, lengths):

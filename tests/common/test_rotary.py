@@ -9,7 +9,7 @@ from blockdiag import Rotary, apply_rotary, block_diagonal_attention, rotary_tab
 from blockdiag.common.rotary import rotate, rotate_back
 
 
-def test_tables_hold_the_usual_angles():
+def test_rotary_tables_hold_the_standard_angles():
     cos, sin = rotary_tables(100, 8, theta=100.0)
     angle = 99 * 100.0 ** (-2 * 3 / 8)
     assert cos.shape == sin.shape == (100, 4) and cos.dtype == jnp.float32
@@ -17,18 +17,18 @@ def test_tables_hold_the_usual_angles():
     np.testing.assert_array_equal(cos[0], 1)
 
 
-def test_large_positions_keep_their_fraction():
+def test_rotary_tables_of_large_positions_keep_precision():
     cos, _ = rotary_tables(1_000_000, 2)
     np.testing.assert_allclose(cos[-1, 0], np.cos(999_999.0), atol=1e-6)
 
 
-def test_table_dtype():
+def test_rotary_tables_have_the_requested_dtype():
     cos, sin = rotary_tables(4, 8, dtype=jnp.bfloat16)
     assert cos.dtype == sin.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotation_turns_pairs(interleaved):
+def test_apply_rotary_rotates_pairs(interleaved):
     x = jnp.arange(1.0, 5.0).reshape(1, 1, 4)
     cos, sin = jnp.asarray([[0.0, 1.0]]), jnp.asarray([[1.0, 0.0]])  # a quarter turn of pair 0, none of pair 1
     expected = [-2.0, 1.0, 3.0, 4.0] if interleaved else [-3.0, 2.0, 1.0, 4.0]
@@ -36,7 +36,7 @@ def test_rotation_turns_pairs(interleaved):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotating_back_is_the_transpose(interleaved):
+def test_rotate_back_is_the_transpose_of_rotate(interleaved):
     """Also for tables that do not rotate but scale: the adjoint is not the inverse."""
     x, y = jax.random.normal(jax.random.key(0), (2, 7, 3, 8))
     cos, sin = jax.random.normal(jax.random.key(1), (2, 7, 1, 4))
@@ -45,7 +45,7 @@ def test_rotating_back_is_the_transpose(interleaved):
     np.testing.assert_allclose(left, right, rtol=1e-5)
 
 
-def test_batched_tables_and_dtype():
+def test_apply_rotary_with_batched_tables_keeps_dtype_and_shape():
     x = jnp.ones((2, 5, 3, 8), jnp.bfloat16)
     cos, sin = jnp.zeros((2, 5, 4)), jnp.ones((2, 5, 4))
     rotated = apply_rotary(x, cos, sin)
@@ -71,7 +71,7 @@ def test_fused_rotation_equals_rotating_first(implementation, interleaved):
     np.testing.assert_allclose(fused, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_explicit_positions_shared_by_a_batch():
+def test_rotary_positions_shared_by_a_batch_equal_broadcast_positions():
     query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 20, 2, 8))
     tables = rotary_tables(40, 8)
     positions = jnp.arange(20, dtype=jnp.int32) + 11
@@ -98,12 +98,12 @@ def test_rotary_is_a_pytree_with_static_options():
         (dict(max_position=4, head_dim=8, theta=0.0), "`theta` must be positive"),
     ],
 )
-def test_bad_table_arguments(arguments, message):
+def test_rotary_tables_with_bad_arguments_raise_value_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         rotary_tables(**arguments)
 
 
-def test_bad_rotation_arguments():
+def test_apply_rotary_with_bad_arguments_raises_value_error():
     tables = rotary_tables(5, 8)
     with pytest.raises(ValueError, match="`x` must have shape"):
         apply_rotary(jnp.ones((5, 8)), *tables)

@@ -137,7 +137,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake):
+def test_attention_with_invalid_arguments_raises_value_error(mistake):
     arguments, message = MISTAKES[mistake]
     arguments = {"query": QUERY, "key": KEY, "value": KEY, "block_size": 8} | arguments
     with pytest.raises(ValueError, match=message):
@@ -145,12 +145,12 @@ def test_mistakes(mistake):
 
 
 @pytest.mark.parametrize("option", ["scale", "block_size", "is_causal"])
-def test_options_must_be_known_when_tracing(option):
+def test_traced_options_raise_value_error(option):
     with pytest.raises(ValueError, match=f"`{option}` .* known when tracing"):
         jax.jit(lambda x: block_diagonal_attention(QUERY, KEY, KEY, **{option: x}))(1)
 
 
-def test_mistakes_are_found_while_tracing():
+def test_constant_offsets_are_checked_while_tracing():
     """Values that are constants of the traced function are checked too; arguments of it cannot be."""
 
     def attend(query, sequence_offsets):
@@ -163,16 +163,16 @@ def test_mistakes_are_found_while_tracing():
 
 
 @pytest.mark.parametrize("scale", [2, np.float32(0.5), np.asarray(0.5), jnp.float32(0.5)])
-def test_numbers_of_any_kind_are_scales(scale):
+def test_scale_accepts_numbers_of_any_kind(scale):
     assert block_diagonal_attention(QUERY, KEY, KEY, scale=scale).shape == QUERY.shape
 
 
 @pytest.mark.parametrize("block_size", [np.int32(8), np.int64(8)])
-def test_integers_of_any_kind_are_block_sizes(block_size):
+def test_block_size_accepts_integers_of_any_kind(block_size):
     assert block_diagonal_attention(QUERY, KEY, KEY, block_size=block_size).shape == QUERY.shape
 
 
-def test_numpy_arrays_are_operands():
+def test_operands_may_be_numpy_arrays():
     query, key = np.zeros((20, 4, 8), np.float32), np.zeros((20, 2, 8), np.float32)
     packed = block_diagonal_attention(query, key, key, sequence_offsets=np.asarray([0, 20], np.int32))
     assert isinstance(packed, jax.Array)
@@ -180,7 +180,7 @@ def test_numpy_arrays_are_operands():
 
 @pytest.mark.parametrize("shape", [(0, 20, 4, 8), (2, 0, 4, 8), (0, 4, 8)])
 @pytest.mark.parametrize("implementation", [None, "xla", "pallas", "reference"])
-def test_no_tokens_are_legal(shape, implementation):
+def test_empty_operands_give_zero_output_and_empty_gradients(shape, implementation):
     query = zeros(*shape)
     output, gradient = jax.value_and_grad(
         lambda x: block_diagonal_attention(x, x, x, implementation=implementation).sum()
@@ -206,7 +206,7 @@ PROJECTION_MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", PROJECTION_MISTAKES)
-def test_projection_mistakes(mistake):
+def test_fused_projection_with_invalid_arguments_raises_value_error(mistake):
     arguments, message = PROJECTION_MISTAKES[mistake]
     arguments = {"x": zeros(20, 16), "w_qkv": zeros(16, 64), **PROJECTION} | arguments
     with pytest.raises(ValueError, match=message):

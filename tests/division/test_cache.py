@@ -208,14 +208,14 @@ def assert_entries_apart(cache: Cache, functions: list[Callable[..., Any]], arra
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_programs_that_differ_in_a_constant_have_entries_of_their_own(cache, name):
+def test_programs_that_differ_in_a_constant_have_separate_cache_entries(cache, name):
     call_name, make, constants = PAIRS[name]
     call = CALLS[call_name]
     assert_entries_apart(cache, [make(x) for x in constants], call.arrays(4), batch_specs(call, "data", _POOLS))
 
 
 @pytest.mark.parametrize("name", DIFFERENTIATED)
-def test_gradients_that_differ_in_a_constant_have_entries_of_their_own(cache, name):
+def test_gradients_that_differ_in_a_constant_have_separate_cache_entries(cache, name):
     call_name, make, constants = PAIRS[name]
     call = CALLS[call_name]
 
@@ -241,7 +241,7 @@ def result_of(process: subprocess.Popen[str]) -> Any:
     return json.loads(output)
 
 
-def test_another_process_finds_the_programs(tmp_path):
+def test_programs_cached_by_one_process_are_found_by_another(tmp_path):
     first = result_of(start("programs", tmp_path, seed=1))
     second = result_of(start("programs", tmp_path, seed=2))
     assert first["missed"] >= len(first["results"]) > 0
@@ -281,14 +281,14 @@ def test_digest_depends_on_every_field_of_a_rule(field):
     assert (digest_of(rule) != digest_of(other)).any()
 
 
-def test_digest_depends_on_the_precision_of_products():
+def test_digest_depends_on_the_matmul_precision():
     rule = Rule("named", "known", (((),),), (((),),), (), frozenset())
     with jax.default_matmul_precision("bfloat16"):
         other = digest_of(rule)
     assert (digest_of(rule) != other).any()
 
 
-def test_digest_depends_on_the_edition_of_the_library_where_the_cache_ignores_functions(cache, monkeypatch):
+def test_digest_depends_on_the_library_version_where_the_cache_ignores_functions(cache, monkeypatch):
     del cache
     rule = Rule("named", "known", (((),),), (((),),), (), frozenset())
     digest = digest_of(rule)

@@ -31,7 +31,7 @@ def last_line(function, **arrays):
     return str(region).splitlines()[-1]
 
 
-def test_explanation_names_the_axes_that_devices_may_divide_and_the_gradients_that_are_summed():
+def test_explanation_names_divisible_axes_and_summed_gradients():
     found = explain(fuse(attend))(**types())
     (region,) = found.regions
     assert region.divided == ("b0", "b1", "g0")
@@ -44,13 +44,13 @@ def test_explanation_names_the_axes_that_devices_may_divide_and_the_gradients_th
     assert f"  {line}" in str(found).splitlines()
 
 
-def test_axes_of_one_element_are_not_divided():
+def test_explanation_omits_axes_of_size_one():
     (region,) = explain(attend)(**types(batch=1)).regions
     assert region.divided == ("b1", "g0")
     assert {x.over for x in region.summed} == {("g0",)}
 
 
-def test_arrays_that_are_known_or_not_floating_have_no_gradient_to_sum():
+def test_explanation_of_constant_or_integer_arrays_has_no_gradient_sum():
     def masked(query, key, value, mask):
         row = jnp.arange(24.0)
         away = jnp.abs(row[:, None] - row[None, :])
@@ -64,7 +64,7 @@ def test_arrays_that_are_known_or_not_floating_have_no_gradient_to_sum():
     assert line == "devices: batch axes b0, b1 may be divided"
 
 
-def test_explanation_of_a_call_without_batch_axes():
+def test_explanation_of_a_call_without_batch_axes_has_nothing_to_divide():
     x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
     line = last_line(lambda query, key, value: jax.nn.softmax(query @ key.mT) @ value, query=x, key=x, value=x)
     assert line == "devices: each computes all of it, because there is no batch axis to divide"
@@ -78,7 +78,7 @@ SHARDED = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("label", SHARDED)
-def test_programs_sum_the_gradients_that_the_explanation_says(label, kind):
+def test_compiled_gradients_have_the_reductions_of_the_explanation(label, kind):
     (region,) = explain(attend)(**types()).regions
     summed = [x.role for x in region.summed if label in x.over]
     assert summed == {"b0": ["score"], "b1": []}[label]

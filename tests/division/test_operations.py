@@ -48,14 +48,14 @@ def computed(call):
 
 @pytest.mark.parametrize(("name", "kind"), [case for case in ALONE if case.values[0] in BATCHED])
 @pytest.mark.division("batch", "gradients")
-def test_batch_is_divided(name, kind):
+def test_operation_with_sharded_batch_matches_one_device(name, kind):
     call = CALLS[name]
     assert_divides(computed(call), call.arrays(4), batch_specs(call, ALL), kind)
 
 
 @pytest.mark.parametrize(("name", "kind"), ALONE)
 @pytest.mark.division("heads", "gradients")
-def test_heads_are_divided(name, kind):
+def test_operation_with_sharded_heads_matches_one_device(name, kind):
     call = CALLS[name]
     assert_divides(computed(call), call.arrays(2), head_specs(call, "model"), kind)
 
@@ -64,7 +64,7 @@ def test_heads_are_divided(name, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BATCHED)
 @pytest.mark.division("batch", "heads", "gradients")
-def test_batch_and_heads_are_divided(name, kind):
+def test_operation_with_sharded_batch_and_heads_matches_one_device(name, kind):
     call = CALLS[name]
     specs = both(batch_specs(call, "data"), head_specs(call, "model"))
     assert_divides(computed(call), call.arrays(2), specs, kind)
@@ -73,7 +73,7 @@ def test_batch_and_heads_are_divided(name, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "moba, offsets"])
 @pytest.mark.division("fewer key heads", "gradients")
-def test_query_heads_are_divided_among_more_devices_than_there_are_key_heads(name, kind):
+def test_operation_on_more_devices_than_key_heads_shards_query_heads(name, kind):
     """Gradients of keys and values are summed over the devices that share a key head, and are then on all devices."""
     call = CALLS[name]
     specs = head_specs(call, ALL, ("query",))
@@ -81,7 +81,7 @@ def test_query_heads_are_divided_among_more_devices_than_there_are_key_heads(nam
 
 
 @pytest.mark.parametrize("name", ["block_diagonal", "moba", "moba_routing"])
-def test_reference_is_divided_on_an_explicit_mesh(name):
+def test_reference_on_an_explicit_mesh_is_partitioned(name):
     """On an automatic mesh XLA divides it, as all array code."""
     call = CALLS[name]
     function = call.gradients("reference") if call.differentiated else call.bound("reference")
@@ -90,7 +90,7 @@ def test_reference_is_divided_on_an_explicit_mesh(name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_call_with_a_given_routing_is_divided(kind):
+def test_moba_with_a_given_routing_is_partitioned(kind):
     call = CALLS["moba"]
     arrays = call.arrays(2)
     chosen = moba_routing(arrays["query"], arrays["key"], block_size=16, top_k=2)
@@ -134,7 +134,7 @@ TRANSFORMED_CASES = [
 
 @pytest.mark.parametrize(("name", "change", "kind"), TRANSFORMED_CASES)
 @pytest.mark.division("{change}")
-def test_transformed_call_is_divided(name, change, kind):
+def test_transformed_operation_is_partitioned(name, change, kind):
     call, (transform, spec, stacked) = CALLS[name], TRANSFORMED[change]
     arrays = {name: x for name, x in call.arrays(4).items()}
     specs = dict.fromkeys(arrays, P(*spec))
@@ -158,7 +158,7 @@ def test_transformed_call_is_divided(name, change, kind):
 
 @pytest.mark.division("export", kind="explicit")
 @pytest.mark.parametrize("name", ["block_diagonal", "moba", "fuse", "paged"])
-def test_program_for_an_explicit_mesh_is_exported(name):
+def test_export_on_an_explicit_mesh_round_trips(name):
     call, mesh = CALLS[name], make_mesh("explicit")
     specs = both(batch_specs(call, "data", ("key_pages", "value_pages")), head_specs(call, "model"))
     arrays = call.arrays(2)
@@ -170,7 +170,7 @@ def test_program_for_an_explicit_mesh_is_exported(name):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_program_for_an_automatic_mesh_is_exported_where_axes_are_explicit_around_the_call():
+def test_export_on_an_automatic_mesh_round_trips_under_explicit_axes():
     call, mesh, spec = CALLS["block_diagonal"], make_mesh("automatic"), P("data", None, "model")
     arrays = {name: call.arrays(2)[name] for name in ("query", "key", "value")}
     attend = lambda *x: call.bound(None)(**dict(zip(arrays, x, strict=True)))  # noqa: E731
@@ -213,7 +213,7 @@ def test_queries_of_a_fused_region_on_an_explicit_mesh_are_gathered_with_a_warni
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_of_shards_draws_what_one_device_draws(kind):
+def test_fuse_dropout_of_shards_matches_one_device(kind):
     """On an explicit mesh bits are resharded as weights are, and no array of them is in memory."""
     arrays = CALLS["fuse"].arrays(2)
 
@@ -244,13 +244,13 @@ def test_dropout_of_shards_draws_what_one_device_draws(kind):
         ((2, 2), P(None, None, None)),
     ],
 )
-def test_spec_of_a_sharding_is_found_from_where_devices_have_their_parts(shape, spec):
+def test_spec_on_recovers_the_spec_of_a_sharding(shape, spec):
     mesh = make_mesh("automatic", shape)
     assert spec_on(mesh, NamedSharding(mesh, spec), 3) == spec
 
 
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba"])
-def test_keys_made_in_the_program_are_divided_among_more_devices_than_there_are_key_heads(name):
+def test_keys_computed_in_the_program_on_more_devices_than_key_heads_are_partitioned(name):
     """XLA decides how they are sharded, and must not do so by parts of an axis of the mesh: JAX cannot express them."""
     call = CALLS[name]
 

@@ -39,7 +39,7 @@ def whole_pools(name):
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.division("batch")
-def test_batch_is_divided(name, implementation, kind):
+def test_paged_operation_with_sharded_batch_matches_one_device(name, implementation, kind):
     call = CALLS[name]
     specs = batch_specs(call, ALL, whole_pools(name))
     assert_divides(results_of(call, implementation), call.arrays(4), specs, kind)
@@ -49,7 +49,7 @@ def test_batch_is_divided(name, implementation, kind):
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.division("heads")
-def test_heads_are_divided(name, implementation, kind):
+def test_paged_operation_with_sharded_heads_matches_one_device(name, implementation, kind):
     call = CALLS[name]
     assert_divides(results_of(call, implementation), call.arrays(2), head_specs(call, "model"), kind)
 
@@ -58,7 +58,7 @@ def test_heads_are_divided(name, implementation, kind):
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.division("batch", "heads")
-def test_batch_and_heads_are_divided(name, implementation, kind):
+def test_paged_operation_with_sharded_batch_and_heads_matches_one_device(name, implementation, kind):
     call = CALLS[name]
     specs = both(batch_specs(call, "data", whole_pools(name)), head_specs(call, "model"))
     assert_divides(results_of(call, implementation), call.arrays(2), specs, kind)
@@ -66,7 +66,7 @@ def test_batch_and_heads_are_divided(name, implementation, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", EVERY)
-def test_heads_of_pages_divide_a_call_whose_other_arrays_are_on_all_devices(name, kind):
+def test_paged_operation_with_only_pages_sharded_is_partitioned_by_heads(name, kind):
     call = CALLS[name]
     found = assert_divides(results_of(call, None), call.arrays(2), head_specs(call, "model", POOLS), kind)
     # Results stay where heads are.
@@ -78,14 +78,14 @@ def test_heads_of_pages_divide_a_call_whose_other_arrays_are_on_all_devices(name
 @pytest.mark.parametrize("sharded_pools", [False, True])
 @pytest.mark.parametrize("name", [*ATTENTION, "paged, packed"])
 @pytest.mark.division("fewer key heads")
-def test_query_heads_are_divided_among_more_devices_than_there_are_key_heads(name, sharded_pools, kind):
+def test_paged_operation_on_more_devices_than_key_heads_shards_query_heads(name, sharded_pools, kind):
     call = CALLS[name]
     specs = head_specs(call, ALL, ("query",))
     specs |= head_specs(call, "data", POOLS) if sharded_pools else {}
     assert_divides(results_of(call, None), call.arrays(2), specs, kind)
 
 
-def test_query_heads_are_divided_by_one_axis_of_more_devices_than_there_are_key_heads():
+def test_paged_attention_on_one_axis_longer_than_key_heads_has_no_collectives():
     call = CALLS["paged"]
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("model",))
     arrays, specs = call.arrays(2), head_specs(call, "model", ("query",))
@@ -127,7 +127,7 @@ def everything_about(batch, is_contiguous):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_contiguous", [False, True])
-def test_all_forms_of_paged_attention_are_divided(is_contiguous, kind):
+def test_paged_attention_with_every_option_is_partitioned(is_contiguous, kind):
     arrays, specs = everything_about(4, is_contiguous)
 
     def attend(page_table=None, **arrays):
@@ -177,7 +177,7 @@ def append(page_table=None, cos=None, sin=None, **arrays):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["table", "contiguous", "table, packed", "contiguous, packed"])
 @pytest.mark.division("batch", "heads", operation="append")
-def test_all_forms_of_append_are_divided(form, kind):
+def test_append_in_every_form_is_partitioned(form, kind):
     """Of packed tokens each device of a contiguous cache writes those of its own sequences."""
     arrays, specs = appended(4, form)
     widened = lambda **arrays: jax.tree.map(lambda x: x.astype(jnp.float32), append(**arrays))  # noqa: E731
@@ -186,7 +186,7 @@ def test_all_forms_of_append_are_divided(form, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axes", ["data", ALL])
-def test_packed_queries_of_a_divided_contiguous_cache_are_joined_by_a_sum(axes, kind):
+def test_packed_queries_of_a_sharded_contiguous_cache_are_summed_over_devices(axes, kind):
     """Rows of no sequence, of an empty one and of one too long get what one device gives them."""
     arrays, _ = everything_about(4, is_contiguous=True)
     arrays["query"] = arrays["query"].reshape(12, HEADS, WIDTH)
@@ -274,7 +274,7 @@ def test_pages_that_are_sharded_along_the_pool_are_gathered_with_a_warning(name)
 
 
 @pytest.mark.parametrize("name", [*SHARED, "append"])
-def test_pages_that_an_explicit_mesh_shards_along_the_pool_are_refused(name):
+def test_pages_sharded_along_the_pool_of_an_explicit_mesh_raise_value_error(name):
     call = CALLS[name]
     mesh, pool = make_mesh("explicit"), "pages" if name == "append" else "key_pages"
     arrays = {x: shard(mesh, array, P("data") if x == pool else P()) for x, array in call.arrays(2).items()}
@@ -282,7 +282,7 @@ def test_pages_that_an_explicit_mesh_shards_along_the_pool_are_refused(name):
         call.bound(None)(**arrays)
 
 
-def test_append_to_whole_pages_with_heads_of_the_key_sharded_is_refused_on_an_explicit_mesh():
+def test_append_to_replicated_pages_with_sharded_heads_on_an_explicit_mesh_raises_value_error():
     call, mesh = CALLS["append"], make_mesh("explicit")
     specs = head_specs(call, "model", ("key", "value"))
     arrays = {name: shard(mesh, x, specs.get(name, P())) for name, x in call.arrays(2).items()}
@@ -291,7 +291,7 @@ def test_append_to_whole_pages_with_heads_of_the_key_sharded_is_refused_on_an_ex
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pages_stay_where_they_are_beside_a_larger_query_that_is_sharded_otherwise(kind):
+def test_pages_beside_a_larger_query_of_another_sharding_stay_in_place(kind):
     arrays, specs = everything_about(4, is_contiguous=False)
     arrays["query"] = jnp.tile(arrays["query"], (1, 20, 1, 1))
     assert arrays["query"].size > arrays["key_pages"].size
@@ -312,7 +312,7 @@ def test_pages_stay_where_they_are_beside_a_larger_query_that_is_sharded_otherwi
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", EVERY)
-def test_vmap_over_a_sharded_axis_is_divided(name, kind):
+def test_vmap_over_a_sharded_axis_is_partitioned(name, kind):
     """Each element has a cache of its own."""
     call = CALLS[name]
     each = [call.arrays(2, seed) for seed in range(4)]
@@ -325,7 +325,7 @@ def test_vmap_over_a_sharded_axis_is_divided(name, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.division("vmap")
-def test_vmap_of_a_call_whose_rows_and_heads_are_sharded_is_divided(name, kind):
+def test_vmap_of_a_paged_operation_with_sharded_batch_and_heads_is_partitioned(name, kind):
     """Mapped queries, or new keys, and one cache for all elements but where it is written; the last axis is mapped."""
     call = CALLS[name]
     arrays = call.arrays(2)
@@ -349,7 +349,7 @@ def test_vmap_of_a_call_whose_rows_and_heads_are_sharded_is_divided(name, kind):
 @pytest.mark.parametrize("is_contiguous", [False, True])
 @pytest.mark.division("scan", operation="paged")
 @pytest.mark.division("scan", operation="append")
-def test_decoding_in_a_scan_is_divided(is_contiguous, kind):
+def test_decoding_in_a_scan_is_partitioned(is_contiguous, kind):
     """Steps append a token and attend to all, with pages in the carry."""
     arrays, specs = everything_about(4, is_contiguous)
     heads = P("data", None, "model")
@@ -373,7 +373,7 @@ def test_decoding_in_a_scan_is_divided(is_contiguous, kind):
 
 
 @pytest.mark.parametrize("new", ["given", "made of queries"])
-def test_decoding_in_a_scan_with_fewer_key_heads_than_devices_is_divided(new):
+def test_decoding_in_a_scan_with_fewer_key_heads_than_devices_is_partitioned(new):
     """Pages are on all devices, in the carry. XLA divides new tokens that are made of queries by parts of an axis."""
     arrays, _ = everything_about(4, is_contiguous=False)
     arrays = {x: arrays[x] for x in ("query", "key_pages", "page_table")}

@@ -42,7 +42,7 @@ CONVOLVED = {
 @pytest.mark.parametrize(("kind", "implementation"), IMPLEMENTED)
 @pytest.mark.parametrize("case", CONVOLVED)
 @pytest.mark.division("{case}", "gradients", "checkpoint", operation="key_convolution")
-def test_key_convolution_is_divided(case, kind, implementation):
+def test_key_convolution_is_partitioned(case, kind, implementation):
     call, (key, weights, sums) = CALLS["key_convolution"], CONVOLVED[case]
     specs = {"key": key, "weights": weights}
     if case == "heads of keys alone" and kind == "explicit":
@@ -53,14 +53,14 @@ def test_key_convolution_is_divided(case, kind, implementation):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_key_convolution_is_divided_by_heads(kind):
+def test_packed_key_convolution_is_partitioned_by_heads(kind):
     call = CALLS["key_convolution, offsets"]
     specs = {"key": P(None, "data", "model"), "weights": P(None, "data", "model")}
     assert_divides(gradients_of(call, None), call.arrays(4), specs, kind)
 
 
 @pytest.mark.parametrize("name", ["key_convolution", "key_convolution, offsets"])
-def test_reference_of_key_convolution_is_divided_on_an_explicit_mesh(name):
+def test_key_convolution_reference_on_an_explicit_mesh_is_partitioned(name):
     call = CALLS[name]
     heads = {"key": P(None, "data", "model"), "weights": P(None, "data", "model")}
     specs = heads if "offsets" in name else {"key": P("data", None, "model"), "weights": P(None, "model")}
@@ -69,7 +69,7 @@ def test_reference_of_key_convolution_is_divided_on_an_explicit_mesh(name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_second_derivative_of_key_convolution_is_divided(kind):
+def test_key_convolution_second_derivative_is_partitioned(kind):
     call = CALLS["key_convolution"]
     gradients = call.gradients(None)
 
@@ -86,7 +86,7 @@ def test_second_derivative_of_key_convolution_is_divided(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradient_of_narrow_weights_is_summed_before_it_is_rounded(kind):
+def test_key_convolution_bfloat16_weight_gradient_is_summed_before_rounding(kind):
     arrays = {name: x.astype(jnp.bfloat16) for name, x in CALLS["key_convolution"].arrays(4).items()}
 
     def gradient(key, weights):
@@ -107,7 +107,7 @@ STACKED = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", STACKED)
 @pytest.mark.division("vmap", operation="key_convolution")
-def test_mapped_key_convolution_is_divided(case, kind):
+def test_vmapped_key_convolution_is_partitioned(case, kind):
     """Keys are mapped over their second axis, weights over the first one, or not at all."""
     call, (key, weights, sums) = CALLS["key_convolution"], STACKED[case]
     arrays = call.arrays(4)
@@ -132,7 +132,7 @@ def test_mapped_key_convolution_is_divided(case, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.division("scan", operation="key_convolution")
-def test_scanned_key_convolution_is_divided(kind):
+def test_scanned_key_convolution_is_partitioned(kind):
     call = CALLS["key_convolution"]
 
     def gradients(key, weights):
@@ -153,7 +153,7 @@ def test_sharded_tokens_of_key_convolution_are_gathered_with_a_warning(kind):
         assert_divides(call.bound(None), call.arrays(4), {"key": P(None, "data")}, kind, {"all-gather": 1})
 
 
-def test_interpreter_on_an_automatic_mesh_is_refused():
+def test_interpreter_on_an_automatic_mesh_raises_with_a_remedy():
     """It would crash the process."""
     call = CALLS["key_convolution"]
     with pytest.raises(jax.errors.JaxRuntimeError, match="use implementation='xla' on CPUs, a mesh with explicit axes"):
@@ -163,7 +163,7 @@ def test_interpreter_on_an_automatic_mesh_is_refused():
 @pytest.mark.parametrize(("kind", "implementation"), IMPLEMENTED)
 @pytest.mark.parametrize("axes", ["data", ALL])
 @pytest.mark.division("batch", "gradients", "checkpoint", operation="fused_qkv")
-def test_batch_of_fused_projection_is_divided(axes, kind, implementation):
+def test_fused_projection_with_sharded_batch_is_partitioned(axes, kind, implementation):
     call, specs = CALLS["fused_qkv"], {"x": P(axes)}
     assert_divides(results_of(call, implementation), call.arrays(4), specs, kind)
     assert_divides(gradients_of(call, implementation), call.arrays(4), specs, kind, SUM)
@@ -172,7 +172,7 @@ def test_batch_of_fused_projection_is_divided(axes, kind, implementation):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_fused_projection_with_bias_and_rows_of_rotary_tables_is_divided(is_causal, kind):
+def test_fused_projection_with_bias_and_per_token_rotary_is_partitioned(is_causal, kind):
     arrays = CALLS["fused_qkv"].arrays(4)
     draw = np.random.default_rng(1)
     arrays["bias"] = jnp.asarray(draw.normal(size=arrays["weights"].shape[1]), jnp.float32)
@@ -191,7 +191,7 @@ def test_fused_projection_with_bias_and_rows_of_rotary_tables_is_divided(is_caus
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")])
-def test_fused_projection_with_sharded_weights(spec, kind):
+def test_fused_projection_with_sharded_weights_matches_one_device(spec, kind):
     """Weights of FSDP and of tensor parallelism: results are those of one device."""
     call, mesh = CALLS["fused_qkv"], make_mesh(kind)
     arrays = call.arrays(4)
@@ -205,7 +205,7 @@ def test_fused_projection_with_sharded_weights(spec, kind):
         np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-5 * np.abs(x).max())
 
 
-def test_fused_projection_with_columns_sorted_by_device_divides_heads():
+def test_fused_projection_under_tensor_parallelism_shards_heads():
     """Tensor parallelism: each device has the query, key and value columns of its heads, one after the other."""
     arrays = CALLS["fused_qkv"].arrays(4)
     kinds = np.split(np.arange(arrays["weights"].shape[1]), [4 * 16, 6 * 16])
@@ -237,7 +237,7 @@ def test_packed_fused_projection_on_an_explicit_mesh_gathers_tokens_with_a_warni
         assert_divides(call.bound(None), call.arrays(4), {"x": P("data")}, "explicit", {"all-gather": 1})
 
 
-def test_reference_of_fused_projection_is_divided_on_an_explicit_mesh():
+def test_fused_projection_reference_on_an_explicit_mesh_is_partitioned():
     call = CALLS["fused_qkv"]
     assert_divides(gradients_of(call, "reference"), call.arrays(4), {"x": P(ALL)}, "explicit", SUM)
 
@@ -245,7 +245,7 @@ def test_reference_of_fused_projection_is_divided_on_an_explicit_mesh():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", ["vmap", "scan"])
 @pytest.mark.division("{change}", operation="fused_qkv")
-def test_transformed_fused_projection_is_divided(change, kind):
+def test_transformed_fused_projection_is_partitioned(change, kind):
     call, project = CALLS["fused_qkv"], CALLS["fused_qkv"].bound(None)
     arrays = call.arrays(4)
     if change == "vmap":
@@ -275,7 +275,7 @@ MERGED = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", MERGED)
 @pytest.mark.division("{case}", "gradients", operation="merge")
-def test_merged_states_are_divided(case, kind):
+def test_merged_states_are_partitioned(case, kind):
     call, (outputs, log_sums) = CALLS["merge"], MERGED[case]
     specs = {"outputs": outputs, "log_sums": log_sums}
     assert_divides(results_of(call, None), call.arrays(4), specs, kind)
@@ -284,7 +284,7 @@ def test_merged_states_are_divided(case, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", [P(None, None, None, None, "model"), P(None, "data", None, None, "model")])
-def test_elements_of_merged_outputs_are_divided(spec, kind):
+def test_merged_outputs_with_sharded_features_sum_the_log_sum_exp_gradient(spec, kind):
     """The gradient of a log-sum-exp is a sum over elements."""
     call, specs = CALLS["merge"], {"outputs": spec, "log_sums": P(*spec[:-1])}
     assert_divides(results_of(call, None), call.arrays(4), specs, kind)
@@ -292,7 +292,7 @@ def test_elements_of_merged_outputs_are_divided(spec, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_states_in_a_sequence_are_divided(kind):
+def test_merged_states_given_as_lists_are_partitioned(kind):
     def merge(outputs, log_sums):
         return merge_attention_states(list(outputs), list(log_sums))
 
@@ -301,7 +301,7 @@ def test_merged_states_in_a_sequence_are_divided(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_states_that_are_sharded_otherwise_than_their_log_sums(kind):
+def test_merged_states_with_log_sum_exps_sharded_differently_are_exchanged(kind):
     specs = {"outputs": P(None, "data"), "log_sums": P(None, None, None, "data")}
     assert_divides(
         CALLS["merge"].bound(None),

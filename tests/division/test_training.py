@@ -199,7 +199,7 @@ def transferred(program: str) -> Counter[tuple[str, str]]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", OURS)
-def test_training_step_communicates_what_it_does_with_attention_of_xla(name, case):
+def test_training_step_has_the_collectives_of_xla_attention(name, case):
     program, baseline = (compile_step(x, case)[0].as_text() for x in (name, "baseline"))
     assert count_collectives(program) == count_collectives(baseline)
     found = transferred(program)
@@ -212,7 +212,7 @@ def test_training_step_communicates_what_it_does_with_attention_of_xla(name, cas
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", OURS)
-def test_training_on_shards_has_the_losses_of_one_device(name, case):
+def test_training_on_a_mesh_matches_the_losses_of_one_device(name, case):
     expected, last = train_on_one_device(name)
     step, parameters, shardings = compile_step(name, case)
     first = jax.device_put(parameters, shardings)
@@ -228,7 +228,7 @@ def test_training_on_shards_has_the_losses_of_one_device(name, case):
 
 
 @pytest.mark.parametrize("name", ["block_diagonal", "fuse"])
-def test_causal_attention_has_the_losses_of_attention_of_xla(name):
+def test_training_with_causal_attention_matches_the_losses_of_xla_attention(name):
     """One block as long as the sequence, and `fuse` of causal attention, are the same model."""
     losses, _ = train_on_one_device(name)
     expected, _ = train_on_one_device("baseline")

@@ -101,7 +101,7 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("case", DIVIDED)
-def test_kernel_is_divided_on_an_explicit_mesh(case):
+def test_triton_call_on_an_explicit_mesh_is_partitioned(case):
     specs = dict(zip(("x", "weights"), DIVIDED[case], strict=True))
     found = assert_divides(weighted, arrays(), specs, "explicit", atol=0)
     np.testing.assert_array_equal(found, weighted_by_hand(**arrays()))
@@ -124,7 +124,7 @@ def as_array_code(compute):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", DIVIDED)
 @pytest.mark.division("{case}", operation="triton_call")
-def test_each_device_launches_the_kernel_of_its_part(monkeypatch, case, kind):
+def test_triton_call_on_a_mesh_launches_the_kernel_of_each_shard(monkeypatch, case, kind):
     """With array code in the place of the kernel, which the interpreter cannot run within XLA's partitioner."""
     launch, launched = as_array_code(weighted_by_hand)
     monkeypatch.setattr(kernel_call, "launch", launch)
@@ -136,7 +136,7 @@ def test_each_device_launches_the_kernel_of_its_part(monkeypatch, case, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_without_a_divided_label_are_added_up(monkeypatch, kind):
+def test_triton_call_outputs_without_a_sharded_label_are_summed(monkeypatch, kind):
     if kind == "automatic":
         launch, _ = as_array_code(lambda x: x.sum(0))
         monkeypatch.setattr(kernel_call, "launch", launch)
@@ -152,12 +152,12 @@ def merged(x, weights, rule="(b t) h _, h -> b t h _"):
     )  # fmt: skip
 
 
-def test_axes_of_two_labels_are_divided():
+def test_triton_call_with_merged_labels_is_partitioned():
     found = assert_divides(lambda **given: merged(**given), arrays(), {"x": P(ALL)}, "explicit", atol=0)
     np.testing.assert_array_equal(found, weighted_by_hand(**arrays()))
 
 
-def test_labels_whose_sizes_are_unknown_are_named():
+def test_triton_call_with_labels_of_unknown_size_raises_value_error():
     with pytest.raises(ValueError, match=r"does not determine the sizes of \['b', 't'\]; reshape an array"):
         weighted(
             arrays()["x"].reshape(20, 2, 16), arrays()["weights"], sharding_rule="(b t) h _, h -> (b t) h _",
@@ -166,7 +166,7 @@ def test_labels_whose_sizes_are_unknown_are_named():
 
 
 @pytest.mark.division("batch", operation="triton_call", kind="manual")
-def test_one_device_and_shard_map_compute_the_same():
+def test_triton_call_on_one_device_matches_shard_map():
     given = arrays()
     expected = weighted_by_hand(**given)
     np.testing.assert_array_equal(weighted(**given), expected)
@@ -175,13 +175,13 @@ def test_one_device_and_shard_map_compute_the_same():
     np.testing.assert_array_equal(jax.jit(mapped)(*given.values()), expected)
 
 
-def test_lowers_for_cuda_with_a_rule():
+def test_triton_call_with_a_sharding_rule_lowers_for_cuda():
     with compile_target(90):
         traced = jax.jit(lambda x, weights: weighted(x, weights, interpret=False)).trace(*arrays().values())
         assert "@triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_aliased_output_is_divided():
+def test_triton_call_with_an_aliased_output_is_partitioned():
     def increment(x):
         return triton_call(
             x, kernel=increment_kernel, out_shape=x, grid=lambda meta: meta["row"], SIZE=16,
@@ -193,7 +193,7 @@ def test_aliased_output_is_divided():
     np.testing.assert_array_equal(found, x + 1)
 
 
-def test_descriptors_describe_the_part_of_a_device():
+def test_triton_call_descriptors_describe_the_shard():
     def copy(x):
         return triton_call(
             TensorDescriptor(x, (2, 16)), kernel=copy_kernel, out_shape=x, grid=lambda meta: meta["r"] // 2,
@@ -205,7 +205,7 @@ def test_descriptors_describe_the_part_of_a_device():
     np.testing.assert_array_equal(found, x)
 
 
-def test_rules_of_programs_that_differ_in_a_function_differ(monkeypatch):
+def test_sharding_rules_of_different_grid_functions_differ(monkeypatch):
     """A compilation cache that ignores Python functions sees the text of the rule alone."""
     seen = []
     monkeypatch.setattr(kernel_call, "divide", lambda rule, local, given: seen.append(rule.problem) or [given[0]])
@@ -214,7 +214,7 @@ def test_rules_of_programs_that_differ_in_a_function_differ(monkeypatch):
     assert seen[0] == seen[2] != seen[1]
 
 
-def test_derivatives_and_batches_are_refused_by_name():
+def test_triton_call_with_a_rule_under_grad_or_vmap_raises_not_implemented_error():
     x, weights = arrays().values()
     with pytest.raises(NotImplementedError, match="'weighted_kernel' has no derivative of its own"):
         jax.grad(lambda x: weighted(x, weights).sum())(x)
@@ -240,19 +240,19 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_named(mistake):
+def test_invalid_sharding_rules_raise_value_error(mistake):
     changes, message = MISTAKES[mistake]
     with pytest.raises(ValueError, match=message):
         weighted(**arrays(), **changes)
 
 
-def test_shard_value_without_a_rule_is_named():
+def test_shard_value_without_a_rule_raises_type_error():
     with pytest.raises(TypeError, match="parameter 'num_rows' is a ShardValue, which needs the labels"):
         weighted(**arrays(), sharding_rule=None, divided_labels="", grid=(3, 2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_axis_that_is_never_divided_is_gathered(monkeypatch, kind):
+def test_triton_call_with_a_sharded_axis_that_has_no_divided_label_gathers_it_with_a_warning(monkeypatch, kind):
     launch, _ = as_array_code(weighted_by_hand)
     monkeypatch.setattr(kernel_call, "launch", launch)
     mesh, given = make_mesh(kind), arrays()

@@ -61,7 +61,7 @@ def test_public_name_is_documented(module, name):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_all_lists_what_is_public(module):
+def test_dunder_all_lists_the_public_names(module):
     package = importlib.import_module(module)
     home = r"blockdiag\.torch\b" if module == "blockdiag.torch" else re.escape(module) + "$"
     defined = {

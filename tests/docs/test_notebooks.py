@@ -48,7 +48,7 @@ def test_notebook_runs(notebook, usual_settings):
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_one(notebook):
+def test_notebook_has_the_structure_of_a_percent_script(notebook):
     """A percent script of jupytext: a header, prose and code in turns, a title first, and checks."""
     text = notebook.read_text()
     header, *cells = re.split(r"^# %%", text, flags=re.MULTILINE)
@@ -66,7 +66,7 @@ def test_all_notebooks_are_found():
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_cells_end_without_a_value(notebook):
+def test_notebook_cells_end_without_a_displayed_value(notebook):
     """The last expression of a cell would be shown in the notebook, as the address of a legend, say."""
     _, *cells = re.split(r"^# %%.*\n", notebook.read_text(), flags=re.MULTILINE)
     code = [cell for cell in cells if not all(line.startswith("#") for line in cell.splitlines() if line)]

@@ -53,7 +53,7 @@ def test_quickstart_runs_with_what_it_installs(page, tmp_path):
     assert result.returncode == 0, result.stderr[-4000:]
 
 
-def test_every_implementation_says_why_it_is_not_here(tmp_path):
+def test_every_implementation_without_triton_gives_a_reason(tmp_path):
     code = """
 from blockdiag.ops.registry import OPERATIONS
 
@@ -65,14 +65,14 @@ for operation in OPERATIONS.values():
     assert result.returncode == 0, result.stderr[-4000:]
 
 
-def test_what_is_missing_cannot_be_imported(tmp_path):
+def test_blocked_packages_cannot_be_imported(tmp_path):
     result = run("import flax", ("flax",), tmp_path)
     assert result.returncode == 1
     assert "No module named 'flax'" in result.stderr
 
 
 @pytest.mark.parametrize("page", MISSING)
-def test_commands_name_extras_that_exist(page):
+def test_quickstart_install_commands_name_existing_extras(page):
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -88,7 +88,7 @@ def is_defined_in(value, module):
 
 
 # One test, because the processes that share the tests would each build a site.
-def test_site_is_whole(site):
+def test_site_has_all_pages_live_links_and_public_names(site):
     from sphinx.util.inventory import InventoryFile
 
     pages = {path: Page(path) for path in site.rglob("*.html")}
@@ -133,11 +133,11 @@ def supported():
     return runpy.run_path(str(DOCS / "supported_tables.py"))
 
 
-def test_supported_tables_are_what_implementations_declare(supported):
+def test_supported_tables_match_the_implementations(supported):
     supported["main"](["--check"])
 
 
-def test_a_declaration_that_changes_is_found(supported, monkeypatch):
+def test_check_after_a_changed_declaration_exits_with_an_error(supported, monkeypatch):
     from blockdiag.triton_kernels.block_diagonal import plans as block_diagonal
 
     takes = block_diagonal.supports
@@ -157,7 +157,7 @@ def test_a_declaration_that_changes_is_found(supported, monkeypatch):
         ([16, 48], (16, 20, 48), "multiples of 16, 16 to 48"),
     ],
 )
-def test_numbers_in_words(supported, taken, asked, words):
+def test_numbers_are_summarised_as_ranges(supported, taken, asked, words):
     assert supported["_numbers"](taken, list(asked)) == words
 
 
@@ -175,14 +175,14 @@ def places(quotation: str, source: str) -> list[range]:
     return [lines_ for lines_ in here if textwrap.dedent("\n".join(lines[i] for i in lines_)) == quotation]
 
 
-def test_quoted_code_is_the_code():
+def test_quoted_code_occurs_once_in_its_source():
     quoted = quotations(WALK.read_text())
     assert len(quoted) > 10
     for file, text in quoted:
         assert len(places(text, (ROOT / file).read_text())) == 1, f"{file} has not, or not once:\n{text}"
 
 
-def test_every_line_of_the_kernel_is_explained():
+def test_every_line_of_the_walkthrough_kernel_is_quoted():
     file = "src/blockdiag/triton_kernels/block_diagonal/forward.py"
     source = (ROOT / file).read_text()
     shown = {i for name, text in quotations(WALK.read_text()) if name == file for i in places(text, source)[0]}
@@ -191,7 +191,7 @@ def test_every_line_of_the_kernel_is_explained():
     assert not [lines[i] for i in kernel if lines[i].strip() and i not in shown]
 
 
-def test_a_quotation_that_is_not_the_code_is_found():
+def test_places_of_a_wrong_quotation_is_empty():
     source = "def f(x):\n    y = x\n    return y\n"
     assert places("y = x\nreturn y", source) == [range(1, 3)]
     assert places("y = x + 1\nreturn y", source) == []

@@ -43,7 +43,7 @@ def served(decode):
     return model, step, server, server.serve(PROMPTS, 20)
 
 
-def test_every_byte_is_that_of_the_model_without_a_cache(decode, served):
+def test_served_bytes_match_the_model_without_a_cache(decode, served):
     model, _, server, texts = served
     assert [len(text) for text in texts] == [len(prompt) + 20 for prompt in PROMPTS]
     assert all(text.startswith(prompt) for prompt, text in zip(PROMPTS, texts, strict=True))
@@ -52,19 +52,19 @@ def test_every_byte_is_that_of_the_model_without_a_cache(decode, served):
     assert 0 < server.num_steps < server.num_written
 
 
-def test_greedy_text_is_the_same(decode, served):
+def test_greedy_text_with_other_slots_and_pages_is_the_same(decode, served):
     _, step, _, texts = served
     assert decode.Server(step, TINY, slots=3, num_pages=8).serve(PROMPTS, 20) == texts
 
 
-def test_a_wrong_byte_is_found(decode, served):
+def test_differing_byte_reports_a_wrong_byte(decode, served):
     model, _, _, texts = served
     wrong = bytearray(texts[1])
     wrong[5] ^= 1
     assert "request 1, byte 5" in decode.differing_byte(model, TINY, PROMPTS, [texts[0], bytes(wrong), *texts[2:]])
 
 
-def test_bits_per_byte_are_those_of_the_model(decode, served):
+def test_cached_bits_per_byte_match_the_model(decode, served):
     model, step, _, _ = served
     _, text = language_model.split_text(language_model.english_text())
     (batch,) = language_model.batches(text, TINY, count=1, seed=5)
@@ -74,7 +74,7 @@ def test_bits_per_byte_are_those_of_the_model(decode, served):
     assert 0 < abs(found["float8_e4m3fn"] - plain) < 0.02
 
 
-def test_a_request_longer_than_the_pool_is_refused(decode, served):
+def test_request_longer_than_the_pool_raises_value_error(decode, served):
     with pytest.raises(ValueError, match="`num_pages` is 1"):
         decode.Server(served[1], TINY, slots=1, num_pages=1).serve(PROMPTS[:1], 20)
 
@@ -87,13 +87,13 @@ def test_pages_are_handed_out_once(decode):
     assert sorted(allocator.take(48)) == sorted(first)
 
 
-def test_guesses_are_what_came_next_before(decode):
+def test_guess_continues_the_last_repeated_text(decode):
     assert decode.guess(b"one two three; one two", 6) == b" three"
     assert decode.guess(b"abab", 5) == b"ab"
     assert decode.guess(b"abcd", 3) == decode.guess(b"", 3) == decode.guess(b"abab", 0) == b""
 
 
-def test_program_fails_where_bytes_differ(decode, served, monkeypatch):
+def test_program_exits_with_an_error_when_bytes_differ(decode, served, monkeypatch):
     model, step, _, _ = served
     trained = language_model.Training(model=model, losses=[], held_out_loss=1.0, tokens_per_second=1.0)
     monkeypatch.setattr(language_model, "train", lambda *_: trained)

@@ -52,13 +52,13 @@ def shared(monkeypatch):
     return evoformer_data
 
 
-def test_both_train_alike(trainings):
+def test_jax_and_torch_trainings_have_the_same_losses(trainings):
     losses, others = trainings["evoformer"][0], trainings["torch_evoformer"][0]
     assert len(others) == STEPS["torch_evoformer"]
     np.testing.assert_allclose(losses[: len(others)], others, rtol=1e-4)
 
 
-def test_training_learns(trainings, shared):
+def test_training_loss_falls_below_the_entropy_of_contact_frequency(trainings, shared):
     """More than how many pairs there are: the loss falls well below the entropy of that."""
     losses, found, _ = trainings["evoformer"]
     share = shared.alignments(shared.HELD_OUT, seed=shared.SEED).contacts.mean()
@@ -85,7 +85,7 @@ def test_attention_is_fused(has_bias, shared):
     assert any(leaf.role == "score" for leaf in found.regions[0].leaves) == has_bias
 
 
-def test_folds_are_folds(shared):
+def test_random_folds_are_symmetric_and_vary(shared):
     generator = np.random.default_rng(3)
     shapes = set()
     for _ in range(50):

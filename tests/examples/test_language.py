@@ -38,13 +38,13 @@ def trainings(tmp_path_factory):
     return {name: train(name, file, STEPS) for name in ("moba_language_model", "torch_moba_language_model")}
 
 
-def test_both_train_alike(trainings):
+def test_jax_and_torch_trainings_have_the_same_losses(trainings):
     losses, others = (losses for losses, _ in trainings.values())
     assert len(losses) == len(others) == STEPS
     np.testing.assert_allclose(losses, others, rtol=1e-3)
 
 
-def test_loss_falls(trainings):
+def test_training_loss_falls(trainings):
     """From that of an untrained model, above log(256), by more than steps differ from each other."""
     for losses, text in trainings.values():
         assert losses[0] > np.log(256)
@@ -58,14 +58,14 @@ def test_loss_falls(trainings):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_both_train_alike_on_a_gpu(tmp_path):
+def test_jax_and_torch_trainings_on_a_gpu_have_the_same_losses(tmp_path):
     losses, text = train("moba_language_model", tmp_path / "jax.json", 200, device="cuda")
     others, _ = train("torch_moba_language_model", tmp_path / "torch.json", 20, device="cuda")
     np.testing.assert_allclose(losses[:20], others, rtol=1e-2)
     assert float(re.search(r"([\d.]+) bits per byte", text)[1]) < 3.5
 
 
-def test_wrong_option_is_refused(monkeypatch, capsys):
+def test_invalid_option_exits_with_an_error(monkeypatch, capsys):
     monkeypatch.syspath_prepend(EXAMPLES)
     import moba_language_model
 
@@ -74,7 +74,7 @@ def test_wrong_option_is_refused(monkeypatch, capsys):
     assert "must be at least 1, got 0" in capsys.readouterr().err
 
 
-def test_text_is_real(monkeypatch):
+def test_load_text_returns_documentation_of_python(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     import language_data
 

@@ -69,7 +69,7 @@ def assert_same(tree, other):
         np.testing.assert_array_equal(one, two)
 
 
-def test_four_devices_have_the_losses_of_one(trained):
+def test_training_on_four_devices_matches_the_losses_of_one(trained):
     states, _ = trained
     np.testing.assert_allclose(states[4].losses, states[1].losses, rtol=2e-6)
     assert states[1].losses[-1] < states[1].losses[0] - 0.1
@@ -77,7 +77,7 @@ def test_four_devices_have_the_losses_of_one(trained):
         np.testing.assert_allclose(one, four, atol=1e-4)
 
 
-def test_parameters_and_moments_are_divided(trainers, trained):
+def test_parameters_and_moments_are_sharded(trainers, trained):
     """A device has its fourth of every matrix, and exchanges heads of its sequence alone."""
     states, _ = trained
     for tree in (states[4].parameters, states[4].moments):
@@ -107,7 +107,7 @@ def test_training_resumes_from_a_checkpoint(example, trainers, trained, count, t
     np.testing.assert_allclose(state.losses, whole.losses, rtol=2e-6)
 
 
-def test_finished_training_is_only_read(example, trainers, trained):
+def test_finished_training_is_restored_without_steps(example, trainers, trained):
     states, folder = trained
     kept = example.train.Checkpoints(folder, trainers[4].settings)
     state, seconds = example.train.train(trainers[4], kept)
@@ -116,13 +116,13 @@ def test_finished_training_is_only_read(example, trainers, trained):
     assert_same(state, states[4])
 
 
-def test_checkpoint_of_other_settings_is_refused(example, settings, trained):
+def test_checkpoint_of_other_settings_raises_value_error(example, settings, trained):
     other = dataclasses.replace(settings, learning_rate=1.0)
     with pytest.raises(ValueError, match=r"other settings: \{'learning_rate': 0\.004\}"):
         example.train.Checkpoints(trained[1], other)
 
 
-def test_dense_attention_of_four_devices_has_the_loss_of_one(example, settings):
+def test_dense_attention_on_four_devices_matches_the_loss_of_one(example, settings):
     """The same parameters, and other losses than MoBA's."""
     settings = dataclasses.replace(settings, layers=1)
     losses = {}
@@ -135,7 +135,7 @@ def test_dense_attention_of_four_devices_has_the_loss_of_one(example, settings):
     assert abs(losses["dense", 1] / losses["moba", 1] - 1) > 1e-5
 
 
-def test_served_text_is_that_of_the_model_without_a_cache(example, settings, trained, capsys):
+def test_served_text_matches_the_model_without_a_cache(example, settings, trained, capsys):
     """Prompts of several steps, of one step, and shorter than the convolution reaches back."""
     prompts = [b"def function(self):\n    return self.f", b"import", b"a"]
     server = example.serve.Server(settings, trained[0][4].parameters, jax.devices()[0])
@@ -157,7 +157,7 @@ def test_served_text_is_that_of_the_model_without_a_cache(example, settings, tra
         server.write(prompts, 40)
 
 
-def test_targets_are_the_tokens_that_follow(example):
+def test_crop_targets_are_the_next_tokens(example):
     text = np.arange(100, 200, dtype=np.uint8)
     tokens, targets = example.data.crop(text, 3, 20, seed=1, step=2)
     np.testing.assert_array_equal(targets, tokens + 1)
@@ -196,7 +196,7 @@ def test_program_trains_on_several_numbers_of_devices(example, tmp_path, capsys)
     assert "moba, 1 device(s): of 25.0 ms, 15.0 ms are attention" in printed
 
 
-def test_losses_are_drawn(example, tmp_path):
+def test_draw_losses_shows_a_line_for_each_attention(example, tmp_path):
     training = example.main.Training(
         attention="moba", devices=1, sequence_devices=1, parameters=1, losses=[5.0, 4.0, 3.0], held_out=None,
         step_ms=None, tokens_per_second=None, program_bytes=1, peak_bytes=None, collectives={}, compile_seconds=1.0,
@@ -211,7 +211,7 @@ def test_losses_are_drawn(example, tmp_path):
     assert all(path.exists() for path in example.plots.save_picture(draw, tmp_path / "losses.png"))
 
 
-def test_scaling_is_drawn_beside_perfect_scaling(example):
+def test_draw_scaling_shows_measured_and_perfect_scaling(example):
     training = example.main.Training(
         attention="moba", devices=1, sequence_devices=1, parameters=1, losses=[5.0], held_out=None, step_ms=12.0,
         tokens_per_second=1.0, program_bytes=1, peak_bytes=None, collectives={}, compile_seconds=1.0,
@@ -234,7 +234,7 @@ def test_scaling_is_drawn_beside_perfect_scaling(example):
         (["--devices", "1", "2", "--checkpoints", "x"], "--checkpoints are for one number"),
     ],
 )
-def test_wrong_option_is_refused(example, capsys, options, message):
+def test_invalid_option_exits_with_an_error(example, capsys, options, message):
     with pytest.raises(SystemExit):
         example.main.main(options)
     assert message in capsys.readouterr().err

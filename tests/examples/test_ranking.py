@@ -54,21 +54,21 @@ def ranking_data(monkeypatch):
     return ranking_data
 
 
-def test_both_train_alike(trainings):
+def test_jax_and_torch_trainings_have_the_same_losses(trainings):
     assert_alike(*(losses for losses, _ in trainings.values()))
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--compile",)], ids=["eager", "compiled"])
-def test_both_train_alike_on_a_gpu(arguments, tmp_path):
+def test_jax_and_torch_trainings_on_a_gpu_have_the_same_losses(arguments, tmp_path):
     losses, _ = train("torch_ranking_model", tmp_path / "torch.json", *arguments, device="cuda")
     others, _ = train("ranking_model", tmp_path / "jax.json", device="cuda")
     assert_alike(losses, others)
 
 
 @pytest.mark.parametrize("name", ["torch_ranking_model", "ranking_model"])
-def test_training_is_good(trainings, name):
+def test_training_reaches_a_high_auc(trainings, name):
     losses, text = trainings[name]
     assert np.mean(losses[-10:]) < 0.1 * losses[0]
     assert float(re.search(r"AUC ([\d.]+)", text)[1]) > 0.97
@@ -76,7 +76,7 @@ def test_training_is_good(trainings, name):
     assert float(re.search(r"([\d.]+) rows/s", text)[1]) > 0
 
 
-def test_wrong_option_is_refused(monkeypatch, capsys):
+def test_invalid_option_exits_with_an_error(monkeypatch, capsys):
     monkeypatch.syspath_prepend(EXAMPLES)
     import ranking_model
 
@@ -85,7 +85,7 @@ def test_wrong_option_is_refused(monkeypatch, capsys):
     assert "must be at least 1, got 0" in capsys.readouterr().err
 
 
-def test_table_of_a_file(ranking_data, tmp_path):
+def test_table_from_a_file_equals_the_bundled_table(ranking_data, tmp_path):
     """A file of scikit-learn's format holds the same table."""
     from sklearn.datasets import load_breast_cancer
 
@@ -103,20 +103,20 @@ def test_table_of_a_file(ranking_data, tmp_path):
     np.testing.assert_allclose(bundled.features.std(axis=0), 1, rtol=1e-5)
 
 
-def test_batches_go_through_all_rows(ranking_data):
+def test_batches_visit_every_row_each_epoch(ranking_data):
     batches = ranking_data.batches(rows=3 * ranking_data.BATCH_SIZE, steps=7)
     assert batches.shape == (7, ranking_data.BATCH_SIZE)
     for epoch in (batches[:3], batches[3:6]):
         np.testing.assert_array_equal(np.sort(epoch.reshape(-1)), np.arange(3 * ranking_data.BATCH_SIZE))
 
 
-def test_area_under_curve(ranking_data):
+def test_area_under_curve_matches_known_values(ranking_data):
     labels = np.array([0, 1, 0, 1])
     assert ranking_data.area_under_curve(labels, np.array([1.0, 2.0, 0.0, 3.0])) == 1.0
     assert ranking_data.area_under_curve(labels, np.array([0.0, 0.0, 1.0, 1.0])) == 0.5
 
 
-def test_linear_fit(ranking_data):
+def test_linear_scores_rank_linear_labels_and_not_noise(ranking_data):
     """A label that is a linear function of the features is ranked without a mistake, noise no better than by chance."""
     generator = np.random.default_rng(0)
     features = generator.normal(size=(400, 5)).astype(np.float32)

@@ -38,12 +38,12 @@ def regions(function, *operands):
     return program, [region for found in program.regions.values() for region in found]
 
 
-def test_a_function_without_attention_is_refused():
+def test_fuse_without_attention_raises_not_fusible():
     with pytest.raises(NotFusible, match="no product with a softmax of scores"):
         fuse(lambda x: jnp.tanh(x) @ x.mT)(*arrays(1, (8, 8)))
 
 
-def test_refusals_name_the_primitive_and_the_line():
+def test_fuse_of_sorted_scores_names_the_primitive_and_the_line():
     def sorted_scores(query, key, value):
         scores = jnp.sort(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
@@ -52,7 +52,7 @@ def test_refusals_name_the_primitive_and_the_line():
         fuse(sorted_scores)(*arrays())
 
 
-def test_mixed_heads_are_refused():
+def test_fuse_of_mixed_heads_raises_not_fusible():
     def talking_heads(query, key, value, mix):
         scores = jnp.einsum("btnh,bsnh->bnts", query, key)
         scores = jnp.einsum("bnts,nm->bmts", scores, mix)
@@ -76,12 +76,12 @@ def test_reference_is_the_function_itself():
     assert fuse(causal, implementation="reference") is causal
 
 
-def test_unknown_implementations_are_refused():
+def test_unknown_implementation_raises_value_error():
     with pytest.raises(ValueError, match="`implementation` must be None"):
         fuse(causal, implementation="cuda")
 
 
-def test_arguments_that_are_no_arrays_are_handed_on():
+def test_non_array_arguments_are_passed_through():
     def attention(operands, *, is_causal, scale):
         query, key, value = operands
         return causal(query * scale, key, value) if is_causal else value
@@ -92,7 +92,7 @@ def test_arguments_that_are_no_arrays_are_handed_on():
 
 
 @BOTH
-def test_vmap_and_gradients_of_what_is_not_mapped(implementation):
+def test_vmap_with_unmapped_keys_has_their_gradients(implementation):
     query, key, value, more = arrays(4)
     queries = jnp.stack([query, more])
 
@@ -109,7 +109,7 @@ def test_vmap_and_gradients_of_what_is_not_mapped(implementation):
 
 @pytest.mark.parametrize("fill", [-np.inf, -1e9, float(np.finfo(np.float32).min)])
 @BOTH
-def test_rows_that_see_no_key_are_zero(implementation, fill):
+def test_fully_masked_rows_are_zero(implementation, fill):
     query, key, value = arrays()
     blind = jnp.arange(SHAPE[1]) % 3 == 0
 
@@ -130,7 +130,7 @@ def test_rows_that_see_no_key_are_zero(implementation, fill):
         np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_checkpoint_and_closed_over_arrays():
+def test_checkpoint_with_closed_over_arrays_matches_the_reference():
     query, key, value = arrays()
 
     def loss(function, query):
@@ -140,7 +140,7 @@ def test_checkpoint_and_closed_over_arrays():
     np.testing.assert_allclose(jax.grad(functools.partial(loss, fuse(causal)))(query), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_no_scores_in_memory():
+def test_compiled_program_has_no_array_of_queries_by_keys():
     """The compiled program has no array of queries by keys, forward or backward."""
     shape = (1, 1024, 1, 16)
     run = jax.jit(jax.grad(lambda q, k, v: fuse(causal, implementation="xla")(q, k, v).sum(), argnums=(0, 1, 2)))
@@ -175,14 +175,14 @@ def test_dead_tiles_are_not_visited():
     np.testing.assert_array_equal(live_counts("alibi", Tile(8, 8)), [[1, 2, 3, 4, 5]] * 4)
 
 
-def test_masks_that_a_dtype_rounds_still_kill_tiles():
+def test_masks_rounded_by_bfloat16_still_skip_tiles():
     """-1e9 is -998244352 in bfloat16."""
     counts = live_counts("document", Tile(8, 8), jnp.bfloat16)
     np.testing.assert_array_equal(counts, live_counts("document", Tile(8, 8)))
     assert counts.min() < 5
 
 
-def test_source_is_python_that_reads_what_it_says():
+def test_forward_source_is_python_with_the_listed_inputs():
     _, (region,) = regions(causal, *arrays())
     source = forward_source(region, Tile(32, 16), Lists((), False, (Form("list", 2), Form("list", 2))))
     assert source.text.count("tl.dot") == 2
@@ -191,7 +191,7 @@ def test_source_is_python_that_reads_what_it_says():
     assert source.inputs[-2:] == ("live_counts", "live_tiles")
 
 
-def test_head_sizes_beyond_the_kernels():
+def test_head_dimensions_above_256_raise_not_implemented_error_or_use_xla():
     wide = arrays(3, (1, 8, 1, 512))
     with pytest.raises(NotImplementedError, match="head sizes up to 256, got 512"):
         fuse(causal, implementation="triton")(*wide)
@@ -200,7 +200,7 @@ def test_head_sizes_beyond_the_kernels():
     )
 
 
-def test_explanation_of_a_causal_call():
+def test_explain_of_a_causal_call_shows_skipped_tiles():
     query, key, value = arrays(3, (1, 256, 2, 16))
     found = explain(fuse(causal))(query, key, value)
     assert str(found) == str(explain(causal)(query, key, value))
@@ -229,7 +229,7 @@ def test_explanation_reads_masks_but_runs_no_attention():
     assert "def fused_forward(" in found.source and "skipped" in str(found)
 
 
-def test_explanation_of_what_is_not_fusible():
+def test_explain_of_an_unfusible_function_gives_the_reason():
     found = explain(jnp.tanh)(jnp.ones(3))
     assert found.regions == () and "no product" in str(found)
 
@@ -255,7 +255,7 @@ def test_only_gradients_that_are_asked_for_are_computed():
 
 
 @pytest.mark.parametrize("name", ["causal", "document", "vanilla"])
-def test_source_is_what_is_launched(name):
+def test_explained_source_is_the_launched_source(name):
     variant = VARIANTS[name]
     inputs = variant.make_inputs(jax.random.key(0), Sizes())
     fused = fuse(variant.function, implementation="triton")
@@ -269,7 +269,7 @@ def test_source_is_what_is_launched(name):
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 40, 16), (2, 1, 40, 16), (1, 1, 40, 16), (40, 16)], ids=str)
-def test_softmax_divided_after_the_product_along_axes_of_one(shape):
+def test_late_division_with_axes_of_size_one_matches_the_reference(shape):
     def divided(query, key, value):
         scores = query @ key.mT * query.shape[-1] ** -0.5
         powers = jnp.exp(scores - scores.max(-1, keepdims=True))
@@ -299,7 +299,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_results_that_the_next_attention_reads_are_fused_too(name):
+def test_consecutive_attentions_are_both_fused(name):
     chain, operands = CHAINS[name], arrays()
     if name == "turned":
         operands = [x[:, :2] for x in operands]

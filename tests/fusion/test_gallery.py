@@ -183,7 +183,7 @@ def _check(name: str, sizes: Sizes, implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ("itself", *IMPLEMENTATIONS))
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variant(name: str, implementation: str) -> None:
+def test_variant_is_accurate_with_gradients(name: str, implementation: str) -> None:
     sizes = SIZES_OF.get(name, SIZES)
     check(name, sizes, implementation)
     for result, (true, allowed) in exact_and_allowed(name, sizes).items():
@@ -193,7 +193,7 @@ def test_variant(name: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", BFLOAT16_VARIANTS)
-def test_bfloat16(name: str, implementation: str) -> None:
+def test_variant_in_bfloat16_is_accurate(name: str, implementation: str) -> None:
     usual = GROUPED_SIZES if name == "grouped_query" else SIZES
     check(name, dataclasses.replace(usual, dtype="bfloat16"), implementation)
 

@@ -29,7 +29,7 @@ def attention(query, key, value):
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
-def test_a_number_that_16_bits_do_not_have():
+def test_mask_value_beyond_float16_becomes_infinite_without_a_warning():
     """It is infinite, without a word, as in the function itself."""
 
     def function(query, key, value):
@@ -47,7 +47,7 @@ def test_a_number_that_16_bits_do_not_have():
 # Effects
 
 
-def test_what_is_written_to_a_reference_of_its_own():
+def test_writes_to_a_local_reference_are_kept():
     def function(query, key, value):
         reference = jax.new_ref(attention(query, key, value))
         reference[:, 0] = jnp.zeros_like(query[:, 0])
@@ -58,7 +58,7 @@ def test_what_is_written_to_a_reference_of_its_own():
         assert_alike([fused(*given)], [function(*given)])
 
 
-def test_what_is_written_to_a_reference_that_is_given():
+def test_writes_to_a_given_reference_happen_once_per_call():
     def function(query, key, value, reference):
         output = attention(query, key, value)
         reference[...] += 1.0
@@ -70,7 +70,7 @@ def test_what_is_written_to_a_reference_that_is_given():
     assert reference[...] == 2
 
 
-def test_what_is_read_from_a_reference():
+def test_reads_of_a_given_reference_are_kept():
     def function(query, key, value, reference):
         return attention(query * reference[...], key, value)
 
@@ -109,7 +109,7 @@ def test_callbacks_are_called_each_time():
     assert len(count) == 2 and not np.array_equal(first, second)
 
 
-def test_checks_are_made():
+def test_checkify_checks_are_kept():
     def function(query, key, value):
         checkify.check(jnp.all(query < 0), "query must be negative")
         return attention(query, key, value)
@@ -118,7 +118,7 @@ def test_checks_are_made():
     assert "query must be negative" in error.get()
 
 
-def test_effects_with_log_sum_exps():
+def test_ordered_callbacks_with_a_log_sum_exp_run_in_order():
     """Equations that wait for the kernel do not overtake each other."""
     seen = []
 
@@ -149,7 +149,7 @@ def with_offset(query, key, value):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_indices_of_an_axis_of_a_map(implementation):
+def test_axis_index_of_vmap_matches_the_reference(implementation):
     given = [x[:, None] for x in arrays()]
 
     def mapped(function):
@@ -158,7 +158,7 @@ def test_indices_of_an_axis_of_a_map(implementation):
     assert_alike([mapped(fuse(with_offset, implementation=implementation))], [mapped(with_offset)])
 
 
-def test_indices_of_an_axis_of_a_mesh():
+def test_axis_index_of_a_mesh_matches_the_reference():
     mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
 
     def sharded(function):
@@ -167,7 +167,7 @@ def test_indices_of_an_axis_of_a_mesh():
     assert_alike([sharded(fuse(with_offset))], [sharded(with_offset)])
 
 
-def test_constraints_of_sharding_are_no_hindrance():
+def test_sharding_constraints_do_not_prevent_fusion():
     place = NamedSharding(jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,)), P("i"))
 
     def function(query, key, value):
@@ -180,7 +180,7 @@ def test_constraints_of_sharding_are_no_hindrance():
     assert_alike(found, expected)
 
 
-def test_maps_over_nothing():
+def test_vmap_over_an_empty_axis_keeps_shapes():
     empty = jnp.zeros((0, *SHAPE))
     fused = fuse(attention)
     assert jax.vmap(fused)(empty, empty, empty).shape == empty.shape
@@ -190,7 +190,7 @@ def test_maps_over_nothing():
     assert total.shape == query.shape and not total.any()
 
 
-def test_no_tracer_is_kept():
+def test_fuse_leaks_no_tracers():
     def function(query, key, value, seen):
         scores = jnp.where(seen[:, None, None, :], jnp.einsum("btnh,bsnh->bnts", query, key), -jnp.inf)
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
@@ -216,13 +216,13 @@ class Attention(nnx.Module):
         return jnp.einsum("bnts,bsnh->btnh", weights, value).reshape(x.shape)
 
 
-def test_modules_without_a_change():
+def test_unchanged_nnx_module_is_fused():
     module, x = Attention(0, nnx.Rngs(0)), jnp.ones((2, 20, 16))
     fused = fuse(lambda module, x: module(x))
     assert_alike([fused(module, x)], [module(x)])
 
 
-def test_modules_that_change_are_refused():
+def test_changed_nnx_module_raises_not_fusible():
     """Their counts would stay, and with them masks of dropout."""
     x = jnp.ones((2, 20, 16))
     with pytest.raises(NotFusible, match="modifies an argument"):
@@ -238,7 +238,7 @@ def decoding(**options):
     return module
 
 
-def test_modules_that_keep_a_cache_are_refused():
+def test_nnx_module_with_a_cache_raises_not_fusible_with_remedies():
     """The message names what is changed, and two ways round it."""
     ways = ["`args\\[0\\]\\.cache_", "decode=True", "attention_fn=fuse", "nnx.clone", "nnx.state", "nnx.update"]
     for function in (lambda module, x: module(x), nnx.jit(lambda module, x: module(x))):
@@ -246,7 +246,7 @@ def test_modules_that_keep_a_cache_are_refused():
             fuse(function)(decoding(), jnp.ones((1, 1, 16)))
 
 
-def test_modules_that_keep_a_cache_are_fused_as_the_message_says():
+def test_nnx_module_with_a_cache_is_fused_by_the_suggested_remedies():
     tokens = jax.random.normal(jax.random.key(0), (3, 1, 1, 16))
     plain, module, other = decoding(), decoding(), decoding(attention_fn=fuse(nnx.dot_product_attention))
 
@@ -262,7 +262,7 @@ def test_modules_that_keep_a_cache_are_fused_as_the_message_says():
         assert_alike([result, other(x)], [expected, expected])
 
 
-def test_derivatives_inside_are_refused():
+def test_derivatives_inside_a_function_raise_not_fusible():
     def function(query, key, value):
         return jax.grad(lambda x: attention(x, key, value).sum())(query)
 
@@ -270,7 +270,7 @@ def test_derivatives_inside_are_refused():
         fuse(function)(*arrays())
 
 
-def test_what_is_fused_may_be_fused_again():
+def test_fuse_of_a_fused_function_matches_the_reference():
     given = arrays()
     again = fuse(fuse(attention, implementation="triton"), implementation="xla")
     inside = fuse(lambda *x: 2 * fuse(attention)(*x))
@@ -278,7 +278,7 @@ def test_what_is_fused_may_be_fused_again():
 
 
 @pytest.mark.parametrize("change", [jax.vmap, jax.jit, jax.checkpoint, functools.partial])
-def test_what_is_made_of_a_fused_function_is_fused_as_it_is(change):
+def test_transformed_fused_function_is_run_as_it_is(change):
     """`functools.wraps` copies the attributes of what it wraps."""
     given = [x[None] for x in arrays()] if change is jax.vmap else arrays()
     changed = change(fuse(attention))
@@ -287,7 +287,7 @@ def test_what_is_made_of_a_fused_function_is_fused_as_it_is(change):
     assert explain(changed)(*given).unopened.startswith("there is attention that is already fused")
 
 
-def test_scores_that_are_made_again_are_told():
+def test_explain_lists_scores_that_are_recomputed():
     def function(query, key, value):
         weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key))
         return jnp.einsum("bnts,bsnh->btnh", weights, value), -(weights * jnp.log(weights)).sum(-1)
@@ -305,12 +305,12 @@ def test_results_are_arrays():
     assert all(isinstance(x, jax.Array) for x in fuse(function)(*arrays()))
 
 
-def test_messages_name_what_may_hide_attention():
+def test_fuse_of_a_function_without_attention_says_what_fuse_is_for():
     with pytest.raises(NotFusible, match="`fuse` is for attention"):
         fuse(lambda x: jnp.cumsum(jax.nn.softplus(x)))(jnp.ones((4, 4)))
 
 
-def test_derivatives_of_gradients_are_numbers():
+def test_second_derivatives_without_xla_optimisation_match_the_reference():
     """Scores that are computed again may be rounded otherwise: then none is the largest."""
 
     def biased(query, key, value, bias):
@@ -332,7 +332,7 @@ def test_derivatives_of_gradients_are_numbers():
     assert_alike([second(fuse(biased))], [second(biased)], 1e-4)
 
 
-def test_gated_results_of_grouped_heads_that_are_projected():
+def test_gated_and_projected_results_of_grouped_heads_match_the_reference():
     """What is multiplied by a matrix last is no weight of attention, and has other axes than groups of heads."""
 
     def function(query, key, value, gate, projection):

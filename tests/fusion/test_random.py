@@ -80,7 +80,7 @@ def assert_right(attention, fused, given, jit=jax.jit):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_results_and_gradients(seed):
+def test_random_attention_matches_the_reference_with_gradients(seed):
     attention = Attention(seed)
     dtype = jnp.bfloat16 if seed % 4 == 3 else jnp.float32
     try:
@@ -90,7 +90,7 @@ def test_results_and_gradients(seed):
 
 
 @pytest.mark.parametrize("seed", KERNEL_SEEDS)
-def test_kernels(seed):
+def test_random_attention_kernels_match_the_reference(seed):
     attention = Attention(seed, simplest=("size q", "size k", "size h", "size b", "size n", "size r"))
     assert_right(attention, fuse(attention, implementation="triton"), operands(attention, jnp.float32), jit_unfused)
 

@@ -110,7 +110,7 @@ def assert_right(wrapped, implementation=None):
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-def test_results_and_gradients(seeds):
+def test_random_forms_match_the_reference_with_gradients(seeds):
     refused = {}
     for seed in seeds:
         names = tuple(FORMS)
@@ -124,13 +124,13 @@ def test_results_and_gradients(seeds):
 
 
 @pytest.mark.parametrize("name", KERNEL_FORMS)
-def test_kernels(name):
+def test_random_form_kernels_match_the_reference(name):
     wrapped = Wrapped(Form(0, name, is_tiny=True), ())
     assert_right(wrapped, "triton")
 
 
 @pytest.mark.parametrize("seed", DROPOUT_SEEDS)
-def test_dropout_is_of_the_key_alone(seed):
+def test_dropout_depends_on_the_key_alone(seed):
     """The same bits by kernels and by XLA, where layers are computed again, and where the mask is not returned."""
     form = Form(seed, "dropped", is_tiny=True)
     wrapped, again = Wrapped(form, ()), Wrapped(form, ("checkpoint",))

@@ -27,7 +27,7 @@ LARGE = {
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize("name", [*CASES, *LARGE])
-def test_is_exact_and_repeatable(name, implementation):
+def test_append_is_exact_and_repeatable(name, implementation):
     case = {**CASES, **LARGE}[name]
     arguments = case.arguments()
     run = jax.jit(case.append(implementation))
@@ -42,7 +42,7 @@ def test_is_exact_and_repeatable(name, implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_rounding_to_eight_bits(dtype, implementation):
+def test_append_rounds_to_nearest_float8(dtype, implementation):
     """Numbers of eight bits, their middles and what lies beside these."""
     case = AppendCase(before=(0,), new=(1,), key_heads=1, head_dim=1024, dtype="float32", key_dtype=dtype)
     arguments = case.arguments()
@@ -57,7 +57,7 @@ def test_rounding_to_eight_bits(dtype, implementation):
 
 
 @pytest.mark.parametrize("name", ["one token", "centroids, packed, rotary, computed scales"])
-def test_donated_pages_are_written_in_place(name):
+def test_append_writes_donated_pages_in_place(name):
     case = CASES[name]
     written, others = split_arguments(case)
     compiled = grown_in_place(case, None).lower(written, others).compile()
@@ -70,7 +70,7 @@ def test_donated_pages_are_written_in_place(name):
 
 
 @pytest.mark.xdist_group("large pools")  # one after the other: gigabytes each
-def test_pools_of_more_elements_than_32_bits_count():
+def test_append_to_pools_of_more_than_2_to_the_31_elements_is_exact():
     pages, page_size, heads, size = 2**31 // (16 * 8 * 128) + 5, 16, 8, 128
     pool = jnp.zeros((pages, page_size, heads, size), E5M2)
     key = jnp.full((1, 1, heads, size), 2.0, jnp.bfloat16)

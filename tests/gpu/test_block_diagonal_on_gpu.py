@@ -183,7 +183,7 @@ def test_many_tiles_agree_with_array_code(name):
         "blocks of 700, packed, rotary",
     ],
 )
-def test_poison_stays_in_its_block(name, poison):
+def test_nan_and_inf_stay_in_their_block(name, poison):
     """The kernels load whole tiles; what lies past a block's end must not be felt, nor padding anywhere."""
     case = CASES[name]
     operands = case.operands()
@@ -199,7 +199,7 @@ def test_poison_stays_in_its_block(name, poison):
         np.testing.assert_array_equal(np.asarray(after)[case.tokens - case.padding :].astype(np.float32), 0.0)
 
 
-def test_many_packed_blocks_of_any_length():
+def test_packed_blocks_of_any_length_match_single_calls():
     """More tokens than one window holds, so that the kernels go through several; and memory that is no square of them.
 
     One call without the other blocks gives the same for each: no block feels another.
@@ -288,7 +288,7 @@ def test_second_derivatives_agree_with_array_code():
     assert largest_error(curvature("triton"), expected.astype(np.float64)) <= 1e-4 * np.abs(expected).max()
 
 
-def test_the_torch_door_launches_the_same_kernels_bitwise():
+def test_torch_launch_equals_the_jax_call_bitwise():
     torch = pytest.importorskip("torch")
     from blockdiag.interop import torch_launch
     from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem

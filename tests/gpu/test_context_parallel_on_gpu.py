@@ -70,7 +70,7 @@ def gradients(attend, context):
         (causal, "ring"),
     ],
 )
-def test_shared_tokens(attend, strategy, devices):
+def test_context_parallel_attention_matches_one_gpu(attend, strategy, devices):
     mesh = jax.make_mesh((devices,), ("tokens",), devices=jax.devices()[:devices])
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(1, TOKENS, heads, HEAD_DIM) for heads in (8, 4, 4)]

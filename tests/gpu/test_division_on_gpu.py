@@ -19,14 +19,14 @@ def computed(call):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_batch_is_divided(name, kind):
+def test_operation_with_sharded_batch_matches_one_gpu(name, kind):
     call = CALLS[name]
     assert_divides(computed(call), call.arrays(4), batch_specs(call, "data"), kind, shape=(2, 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*NAMES, "block_diagonal, offsets", "moba, offsets"])
-def test_heads_are_divided(name, kind):
+def test_operation_with_sharded_heads_matches_one_gpu(name, kind):
     call = CALLS[name]
     assert_divides(computed(call), call.arrays(2), head_specs(call, "model"), kind, shape=(1, 2))
 
@@ -42,7 +42,7 @@ def test_sharded_tokens_are_gathered_with_a_warning(name, gathers):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["block_diagonal", "moba"])
-def test_query_heads_are_divided_where_key_heads_are_not(name, kind):
+def test_operation_with_fewer_key_heads_than_gpus_shards_query_heads(name, kind):
     """Each GPU reads the key head that its query heads have; XLA gathers both gradients of keys and values at once."""
     call = CALLS[name]
     specs = head_specs(call, "model", ("query",))

@@ -80,7 +80,7 @@ def jax_churn(value: float) -> list[jax.Array]:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_same_memory_both_ways(name, path):
+def test_crossing_keeps_the_memory_in_both_directions(name, path):
     tensor = (torch.arange(64, device="cuda") % 3 == 0).to(torch.float32).to(getattr(torch, name)).reshape(4, 16)
     array = to_jax(tensor)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
@@ -94,7 +94,7 @@ def test_same_memory_both_ways(name, path):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
-def test_64_bits(dtype, path):
+def test_to_jax_of_64_bit_tensors_requires_x64(dtype, path):
     tensor = torch.arange(8, device="cuda", dtype=dtype)
     with pytest.raises(ValueError, match="would narrow"):
         to_jax(tensor)
@@ -102,7 +102,7 @@ def test_64_bits(dtype, path):
         assert to_jax(tensor).unsafe_buffer_pointer() == tensor.data_ptr()
 
 
-def test_transposed_heads(path):
+def test_to_jax_of_transposed_heads_keeps_the_memory(path):
     tensor = torch.randn(2, 3, 64, 16, device="cuda")
     array = to_jax(tensor.transpose(1, 2))
     assert array.shape == (2, 64, 3, 16) and array.unsafe_buffer_pointer() == tensor.data_ptr()
@@ -110,7 +110,7 @@ def test_transposed_heads(path):
     assert to_torch(array).stride() == tensor.transpose(1, 2).stride()
 
 
-def test_what_cannot_be_shared():
+def test_to_jax_of_unshareable_tensors_raises_value_error_unless_copied():
     packed = torch.randn(2, 8, 3, 4, 16, device="cuda").unbind(2)[1]
     misaligned = torch.arange(65, device="cuda", dtype=torch.bfloat16)[1:]
     for tensor, message in ((packed, "not a permutation"), (misaligned, "not a multiple of the 16 bytes")):
@@ -159,7 +159,7 @@ def test_host_does_not_wait(stream):
     assert result.unique().tolist() == [2]
 
 
-def test_two_streams_at_once():
+def test_wrap_jax_on_several_streams_keeps_results_apart():
     streams = [torch.cuda.Stream() for _ in range(4)]
     results = []
     wrapped = wrap_jax(plus_one)
@@ -176,7 +176,7 @@ def test_two_streams_at_once():
         assert result.unique().tolist() == [expected]
 
 
-def test_array_freed_while_torch_reads(stream, path):
+def test_array_freed_while_torch_reads_keeps_its_memory(stream, path):
     """JAX would hand the memory to its next computation, which runs beside torch's waiting kernel."""
     jax_churn(0)
     copies = []
@@ -191,7 +191,7 @@ def test_array_freed_while_torch_reads(stream, path):
         assert copy.unique().tolist() == [value + 1]
 
 
-def test_result_of_wrapped_function_freed_while_torch_reads(stream):
+def test_wrapped_result_freed_while_torch_reads_keeps_its_memory(stream):
     wrapped = wrap_jax(plus_one)
     tensor = torch.full((ELEMENTS,), 4.0, device="cuda")
     wrapped(tensor)
@@ -206,7 +206,7 @@ def test_result_of_wrapped_function_freed_while_torch_reads(stream):
         assert copy.unique().tolist() == [5]
 
 
-def test_tensor_freed_while_jax_reads(stream, path):
+def test_tensor_freed_while_jax_reads_keeps_its_memory(stream, path):
     """torch would hand the memory to its next operation, which runs beside JAX's long computation."""
     slow = slow_then(plus_one)
     slow(jnp.ones(ELEMENTS, jnp.float32), matrix()).block_until_ready()
@@ -228,7 +228,7 @@ def test_tensor_freed_while_jax_reads(stream, path):
         assert np.unique(np.asarray(result)).tolist() == [value + 1]
 
 
-def test_operand_of_another_stream_freed_at_once():
+def test_operand_of_another_stream_freed_at_once_keeps_its_memory():
     """Memory of one stream, read by JAX on behalf of another, dropped at once, and asked for again on the first."""
     owner, caller = torch.cuda.Stream(), torch.cuda.Stream()
     slow, weights = slow_then(plus_one), matrix()
@@ -250,7 +250,7 @@ def test_operand_of_another_stream_freed_at_once():
         del churn
 
 
-def test_what_is_kept_is_released():
+def test_crossed_memory_is_released():
     allocated = torch.cuda.memory_allocated()
     for _ in range(4):
         tensor = torch.ones(ELEMENTS, device="cuda")
@@ -267,7 +267,7 @@ def test_what_is_kept_is_released():
     assert len(_lifetimes.limbo) == 0
 
 
-def test_10_000_calls_do_not_grow(path):
+def test_ten_thousand_crossings_do_not_leak_memory(path):
     tensor = torch.ones(1024, device="cuda")
     step = jax.jit(plus_one)
     device = to_jax(tensor).device
@@ -292,7 +292,7 @@ def test_10_000_calls_do_not_grow(path):
     assert len(jax.live_arrays()) <= arrays + 40
 
 
-def test_gradients_on_a_side_stream(stream):
+def test_gradients_on_a_side_stream_match_torch(stream):
     wrapped = wrap_jax(lambda x, w: jnp.tanh(jnp.matmul(x, w, precision="highest")))
     for _ in range(3):
         x = torch.randn(512, 256, device="cuda", requires_grad=True)
@@ -304,7 +304,7 @@ def test_gradients_on_a_side_stream(stream):
         torch.testing.assert_close(gradients, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_training_under_a_busy_allocator(stream):
+def test_training_with_freed_intermediates_matches_torch(stream):
     """Ten steps in which every intermediate is dropped at once, against the same steps in torch."""
     wrapped = wrap_jax(lambda x, w: jnp.sin(x) * w)
     weights = torch.ones(ELEMENTS // 4, device="cuda", requires_grad=True)
@@ -321,7 +321,7 @@ def test_training_under_a_busy_allocator(stream):
     torch.testing.assert_close(weights, twin, rtol=1e-3, atol=1e-4)
 
 
-def test_capture_is_refused():
+def test_crossing_during_graph_capture_raises_runtime_error():
     static = torch.ones(8, device="cuda")
     array = jnp.ones(8)
     wrapped = wrap_jax(plus_one)
@@ -338,7 +338,7 @@ def test_capture_is_refused():
     assert result.tolist() == [2] * 8
 
 
-def test_tensor_dropped_during_a_capture():
+def test_tensor_dropped_during_graph_capture_is_released_later():
     tensor = to_torch(jnp.full(8, 3.0))
     static = torch.zeros(8, device="cuda")
     torch.cuda.synchronize()
@@ -353,7 +353,7 @@ def test_tensor_dropped_during_a_capture():
 
 
 @pytest.mark.multigpu
-def test_second_device():
+def test_crossing_on_the_second_gpu_keeps_the_memory():
     tensor = torch.arange(8.0, device="cuda:1")
     array = to_jax(tensor)
     assert array.device.local_hardware_id == 1 and array.unsafe_buffer_pointer() == tensor.data_ptr()

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("function", dropout.FUNCTIONS, ids=lambda function: function.__name__)
-def test_bits_are_those_of_a_cpu(function):
+def test_dropout_bits_on_a_gpu_equal_those_on_a_cpu(function):
     masks = [dropout.mask_of(function, jax.random.key(5), name) for name in ("triton", "xla")]
     with jax.default_device(jax.devices("cpu")[0]):
         expected = dropout.mask_of(function, jax.random.key(5), "xla")
@@ -19,5 +19,5 @@ def test_bits_are_those_of_a_cpu(function):
 
 
 @pytest.mark.parametrize("function", (dropout.chosen, dropout.of_all_heads), ids=lambda function: function.__name__)
-def test_gradients(function):
+def test_dropout_gradients_use_the_mask_of_the_forward_pass(function):
     dropout.test_gradients_use_the_mask_of_the_forward_pass(function, "triton")

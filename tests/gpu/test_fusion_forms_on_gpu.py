@@ -51,7 +51,7 @@ def check(module, name, dtype):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_sixteen_bits_are_as_good_as_written(name):
+def test_fused_forms_in_bfloat16_are_accurate(name):
     module, function = FORMS[name]
     given = [array.astype(jnp.bfloat16) for array in module.arrays(function)]
     # Some have constants of float32.
@@ -60,7 +60,7 @@ def test_sixteen_bits_are_as_good_as_written(name):
 
 
 @pytest.mark.parametrize("name", test_fusion_softmaxes.GUARDED)
-def test_rows_that_see_no_key_may_be_guarded(name):
+def test_guarded_fully_masked_rows_are_zero(name):
     generator = np.random.default_rng(0)
     given = [jnp.asarray(generator.normal(size=(2, 20, 2, 16)), jnp.float32) for _ in range(3)]
     function = test_fusion_softmaxes.attention_of(test_fusion_softmaxes.GUARDED[name])
@@ -71,31 +71,31 @@ def test_rows_that_see_no_key_may_be_guarded(name):
 
 
 @pytest.mark.parametrize("name", test_fusion_spelled.BIASES)
-def test_operations_that_kernels_spell_out(name):
+def test_decompositions_in_kernels_match_the_reference(name):
     with exactly:
-        test_fusion_spelled.test_kernels(name)
+        test_fusion_spelled.test_decompositions_in_kernels_match_the_reference(name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", test_fusion_respelled.FUNCTIONS)
-def test_products_that_are_written_as_something_else(name, dtype):
+def test_canonicalised_products_match_the_reference(name, dtype):
     check(test_fusion_respelled, name, dtype)
 
 
 @pytest.mark.parametrize("powers", test_fusion_late_division.POWERS)
-def test_softmaxes_that_are_divided_after_the_product(powers):
+def test_late_division_kernels_match_the_reference(powers):
     with exactly:
-        test_fusion_late_division.test_kernels(powers)
+        test_fusion_late_division.test_guarded_softmax_kernels_match_the_reference(powers)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", test_fusion_log_sums.FUNCTIONS)
-def test_log_sum_exps_that_the_function_uses(name, dtype):
+def test_log_sum_exps_match_the_reference(name, dtype):
     check(test_fusion_log_sums, name, dtype)
 
 
 @pytest.mark.parametrize("name", ["evoformer", "wide"])
-def test_log_sum_exps_beside_kernels_that_keep_the_bias(name):
+def test_log_sum_exps_with_a_resident_bias_are_accurate(name):
     """The forward kernel keeps it; of the backward ones the joint one gives way."""
     shapes = RESIDENT[name].shapes
 
@@ -111,7 +111,7 @@ def test_log_sum_exps_beside_kernels_that_keep_the_bias(name):
 
 
 @pytest.mark.parametrize("name", test_fusion_sources.FUNCTIONS)
-def test_softmaxes_over_several_sources(name):
+def test_merged_sources_match_the_reference(name):
     function, given = test_fusion_sources.given_for(name)
     with exactly:
         found, expected = (with_gradients(x, given) for x in (fuse(function, implementation="triton"), function))
@@ -119,7 +119,7 @@ def test_softmaxes_over_several_sources(name):
 
 
 @pytest.mark.parametrize("name", test_fusion_coordinates.MASKS)
-def test_masks_that_are_cut_or_joined(name):
+def test_position_masks_match_the_reference(name):
     function = test_fusion_coordinates.masked(test_fusion_coordinates.MASKS[name])
     given = test_fusion_coordinates.arrays(*[test_fusion_coordinates.OPERAND] * 3)
     with exactly:
@@ -128,7 +128,7 @@ def test_masks_that_are_cut_or_joined(name):
 
 
 @pytest.mark.parametrize("name", test_fusion_coordinates.GIVEN)
-def test_masks_that_are_cut_by_arguments(name):
+def test_masks_of_traced_arguments_match_the_reference(name):
     make, argument = test_fusion_coordinates.GIVEN[name]
     function = test_fusion_coordinates.masked(make)
     given = [*test_fusion_coordinates.arrays(*[test_fusion_coordinates.OPERAND] * 3), argument]
@@ -137,31 +137,31 @@ def test_masks_that_are_cut_by_arguments(name):
 
 
 @pytest.mark.parametrize("name", test_fusion_beside.FUNCTIONS)
-def test_what_stands_beside_scores(name):
+def test_operands_from_other_scores_match_the_reference(name):
     with exactly:
-        test_fusion_beside.test_results_and_gradients(name, "triton")
+        test_fusion_beside.test_operands_from_other_scores_match_the_reference_with_gradients(name, "triton")
 
 
 @pytest.mark.parametrize("name", test_fusion_respelled.BY_SUMS)
-def test_queries_without_an_axis_and_scores_by_sums(name):
+def test_queries_without_an_axis_and_scores_by_sums_match_the_reference(name):
     with exactly:
-        test_fusion_respelled.test_queries_without_an_axis_and_scores_by_sums(name, "triton")
+        test_fusion_respelled.test_queries_without_an_axis_and_scores_by_sums_match_the_reference(name, "triton")
 
 
 @pytest.mark.parametrize("name", test_fusion_inner.FUNCTIONS)
-def test_attention_in_loops_and_checkpoints(name):
+def test_nested_attention_matches_the_reference(name):
     with exactly:
-        test_fusion_inner.test_results_and_gradients(name, "triton")
+        test_fusion_inner.test_nested_attention_matches_the_reference_with_gradients(name, "triton")
 
 
 @pytest.mark.parametrize("name", test_fusion_features.FORMS)
-def test_sums_over_features(name):
+def test_feature_sums_match_the_reference(name):
     with exactly:
-        test_fusion_features.test_results_and_gradients(name, "triton")
+        test_fusion_features.test_feature_sums_match_the_reference_with_gradients(name, "triton")
 
 
 @pytest.mark.parametrize("name", ["additive", "graph_attention", "several_outputs", "beside_product"])
-def test_sums_over_features_of_sixteen_bits(name):
+def test_feature_sums_in_bfloat16_are_accurate(name):
     """More of them than rows of a tile, and tokens in several tiles."""
     function = test_fusion_features.FORMS[name]
     shapes = ((2, 150, 96), (2, 133, 96), (2, 133, 96), (96,))

@@ -46,7 +46,7 @@ def assert_close(found, expected):
 @pytest.mark.parametrize(
     ("mask", "kind"), [(causal, "ranges"), (global_and_local, "ranges"), (strided, "shared"), (scattered, "list")]
 )
-def test_results_and_gradients_of_every_form(mask, kind, size):
+def test_every_tile_table_form_matches_the_reference_with_gradients(mask, kind, size):
     def function(query, key, value):
         return masked(query, key, value, mask(query, key))
 
@@ -68,7 +68,7 @@ def test_results_and_gradients_of_every_form(mask, kind, size):
         assert_close(found, jax.jit(functools.partial(results, function))(wide))
 
 
-def test_documents_of_a_long_call_are_attentions_of_their_own():
+def test_documents_of_a_long_call_match_separate_attention():
     """Ranges of tiles that XLA makes of segments: of 262,144 tokens there are too many tiles for lists."""
     count, length = 256, 1024
     shape = (3, 1, count * length, 1, 64)

@@ -15,12 +15,12 @@ SIZES = Sizes(rows=2, query_tokens=200, key_tokens=200, head_dim=64, value_dim=6
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variant(name):
+def test_variant_is_accurate_with_gradients(name):
     check(name, SIZES, "triton")
 
 
 @pytest.mark.parametrize("name", ["causal", "evoformer_row", "sinks_concatenated"])
-def test_results_repeat(name):
+def test_fused_kernels_repeat_bitwise(name):
     variant = VARIANTS[name]
     run = jax.jit(value_and_gradients(variant, fuse(variant.function, implementation="triton")))
     results = []

@@ -46,7 +46,7 @@ def allowed(rough, exact, dtype):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.stays])
-def test_results_are_as_exact_as_the_functions(name):
+def test_resident_kernels_are_as_accurate_as_the_function(name):
     case = CASES[name]
     kernel = triton_fused.kernels(case.region())[0]
     assert kernel.on_hopper is not None
@@ -71,7 +71,7 @@ def test_results_are_as_exact_as_the_functions(name):
 
 
 @pytest.mark.parametrize("name", ["many_rows", "many_wide_rows"])
-def test_gradients_without_that_of_the_bias(name):
+def test_resident_gradients_without_a_bias_gradient_are_accurate(name):
     """By rows in a kernel of its own."""
     case = CASES[name]
     inputs = case.inputs()

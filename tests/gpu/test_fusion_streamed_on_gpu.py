@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.streams])
-def test_results_are_as_exact_as_the_functions(name):
+def test_streamed_kernels_are_as_accurate_as_the_function(name):
     case = CASES[name]
     kernel = triton_fused.kernels(case.region())[0]
     assert kernel.on_hopper is not None and kernel.on_hopper.source.name == "fused_forward_streamed"
@@ -38,7 +38,7 @@ def test_results_are_as_exact_as_the_functions(name):
         assert np.abs(actual - exact).max() <= allowed(other, exact, case.dtype), key
 
 
-def test_rows_that_see_nothing_are_0_whatever_keys_and_values_are():
+def test_fully_masked_rows_with_nan_keys_and_values_are_zero():
     def attention(query, key, value):
         row = jnp.arange(query.shape[1])
         unseen = (row[:, None] - row[None, :] < 640)[None, None]

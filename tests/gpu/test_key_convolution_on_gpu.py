@@ -56,7 +56,7 @@ def test_kernels_are_accurate_and_repeatable(name):
         np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
 
 
-def test_poison_stays_in_its_sequence():
+def test_nan_stays_in_its_sequence():
     case = CASES["size 5, packed"]
     key, weights, cotangent = case.operands()
     rows = np.zeros(case.tokens, bool)
@@ -108,7 +108,7 @@ def test_torch_and_jax_agree_bitwise(name):
         torch_support.assert_same_bits(results, run(case, operands))
 
 
-def test_cuda_graph():
+def test_cuda_graph_replay_equals_the_eager_call():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")

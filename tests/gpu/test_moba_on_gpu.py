@@ -47,7 +47,7 @@ def on_the_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values(name):
+def test_moba_is_accurate_and_repeatable(name):
     case = CASES[name]
     results = case.results("triton")
     assert_accurate(case, results, case.operands())
@@ -56,7 +56,7 @@ def test_values(name):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.slots and case.edits != "own"])
-def test_routing(name):
+def test_moba_routing_matches_exact_routing(name):
     case = CASES[name]
     chosen, (expected, scores) = case.route("triton"), exact_routing(case, case.operands())
     np.testing.assert_array_equal(chosen >= 0, expected >= 0)
@@ -66,7 +66,7 @@ def test_routing(name):
         np.testing.assert_allclose(scores[n, t, row], scores[n, t, best], rtol=3e-5, atol=1e-5)
 
 
-def test_many_blocks_are_routed_exactly():
+def test_moba_routing_of_many_blocks_matches_xla():
     """Thousands of queries, where the quick comparison of scores is often too close to call."""
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 4096, 2, 64), jnp.bfloat16)
     ours = blockdiag.moba_routing(query, key, block_size=16, top_k=8, implementation="triton").indices
@@ -77,7 +77,7 @@ def test_many_blocks_are_routed_exactly():
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
-def test_lists_of_few_heads_and_many_queries(heads):
+def test_make_lists_of_few_heads_and_many_queries_matches_numpy(heads):
     """Few heads are counted in more spans than many heads are."""
     case = MoBACase(
         lengths=(100_037,), query_heads=heads, key_heads=heads, head_dim=128, block_size=128, slots=5, dtype="bfloat16"
@@ -95,7 +95,7 @@ def test_lists_of_few_heads_and_many_queries(heads):
         np.testing.assert_array_equal(lists.degrees[head], (chosen[head] >= 0).sum(1))
 
 
-def test_public_function_and_its_gradients():
+def test_moba_attention_gradients_match_xla():
     query, key, value = jax.random.normal(jax.random.key(1), (3, 2, 1000, 4, 128), jnp.bfloat16)
 
     def loss(query, key, value, implementation):

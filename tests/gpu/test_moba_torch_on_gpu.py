@@ -84,7 +84,7 @@ def edited_routing(case):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_native_through_jax_and_jax_agree_bitwise(name):
+def test_native_moba_and_moba_through_jax_equal_jax_bitwise(name):
     case = CASES[name]
     poison_free_memory()
     native = results_of(case, GPU)
@@ -99,7 +99,7 @@ def test_native_through_jax_and_jax_agree_bitwise(name):
 
 
 @pytest.mark.parametrize("name", ["batch", "packed, other keys, masked", "not causal"])
-def test_given_routings_agree_bitwise(name):
+def test_native_moba_and_moba_through_jax_with_a_given_routing_equal_jax_bitwise(name):
     case = CASES[name]
     routing = edited_routing(case)
     native = results_of(case, GPU, routing=to_torch_routing(routing, GPU))
@@ -108,7 +108,7 @@ def test_given_routings_agree_bitwise(name):
 
 
 @pytest.mark.parametrize("name", ["packed, other keys, masked", "float32"])
-def test_results_are_accurate(name):
+def test_native_moba_is_accurate(name):
     case = CASES[name]
     assert_accurate(case, tuple(map(to_numpy, results_of(case, GPU))), dense_results(case))
 
@@ -123,7 +123,7 @@ def test_results_are_accurate(name):
     ids=["wild", "empty ones", "many"],
 )
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_tables_are_those_of_jax(offsets, is_causal):
+def test_moba_tables_equal_those_of_jax(offsets, is_causal):
     offsets = [np.asarray(x, np.int32) for x in offsets]
     tokens, key_tokens = 3000, 5000
     num_sequences = len(offsets[0]) - 1
@@ -135,7 +135,7 @@ def test_tables_are_those_of_jax(offsets, is_causal):
     assert_same_bits(actual, expected)
 
 
-def test_no_jax_is_imported():
+def test_native_moba_does_not_import_jax():
     code = """
 import sys
 import torch
@@ -155,7 +155,7 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib"}
 # Tensors as they come
 
 
-def test_tensors_that_kernels_cannot_read_as_they_are():
+def test_misaligned_and_strided_operands_give_equal_results():
     """Misaligned, strided and transposed operands, masks and cotangents."""
     case = CASES["float32"]
     query, key, value, cotangent, log_sum_cotangent = tensors_of(case, GPU)
@@ -173,7 +173,7 @@ def test_tensors_that_kernels_cannot_read_as_they_are():
 
 
 @pytest.mark.parametrize(("length", "key_length"), [(0, 0), (5, 0), (0, 5)])
-def test_no_tokens(length, key_length):
+def test_empty_operands_give_zero_outputs(length, key_length):
     query = torch.zeros(2, length, 2, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
     key = torch.zeros(2, key_length, 2, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
     output, log_sum = moba_attention(query, key, key, block_size=64, top_k=2, return_residual=True)
@@ -183,7 +183,7 @@ def test_no_tokens(length, key_length):
     assert (moba_routing(query, key, block_size=64, top_k=2).indices == -1).all()
 
 
-def test_what_no_kernel_computes_goes_through_jax():
+def test_float64_call_runs_through_jax():
     case = MoBACase(lengths=(40, 40), query_heads=2, key_heads=1)
     operands = [x.double() for x in tensors_of(case)]
     on_gpu = value_and_gradients(attend(case, GPU), *(x.cuda() for x in operands))
@@ -192,7 +192,7 @@ def test_what_no_kernel_computes_goes_through_jax():
         torch.testing.assert_close(one.cpu(), other, rtol=1e-11, atol=1e-11)
 
 
-def test_conversions_of_routings():
+def test_routing_conversions_equal_those_on_the_cpu():
     routing = to_torch_routing(edited_routing(PACKED), GPU)
     on_cpu = dataclasses.replace(routing, indices=routing.indices.cpu())
     offsets = options_of(PACKED, GPU)["sequence_offsets"]
@@ -205,7 +205,7 @@ def test_conversions_of_routings():
     assert_same_bits([back.indices], [expected.indices])
 
 
-def test_mistakes():
+def test_operands_on_another_device_or_of_another_dtype_raise_value_error():
     query = torch.zeros(2, 20, 4, 64, device=GPU)
     attend = functools.partial(moba_attention, block_size=64, top_k=2)
     with pytest.raises(ValueError, match=r"`key` must be on the device of `query`, cuda:0, got cpu"):
@@ -218,7 +218,7 @@ def test_mistakes():
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("via", [None, "jax"])
-def test_second_gpu(via):
+def test_moba_on_the_second_gpu_equals_the_first(via):
     """Tensors of a device that is not the current one."""
     assert torch.cuda.current_device() == 0
     results = results_of(PACKED, "cuda:1", via=via)
@@ -231,7 +231,7 @@ def test_second_gpu(via):
 
 
 @pytest.mark.parametrize("via", [None, "jax"])
-def test_current_stream_is_respected(via):
+def test_moba_runs_on_the_current_stream(via):
     """Inputs are written late on a side stream: a kernel on another stream would read what was there before."""
     function, operands = attend(PACKED, GPU, via=via), tensors_of(PACKED, GPU)
     expected = value_and_gradients(function, *operands)
@@ -252,7 +252,7 @@ def test_current_stream_is_respected(via):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("name", ["batch", "packed, other keys, masked"])
-def test_the_host_never_waits(name, is_given):
+def test_native_moba_does_not_synchronise_the_host(name, is_given):
     case = CASES[name]
     more = {"routing": to_torch_routing(edited_routing(case), GPU)} if is_given else {}
     operands, function = tensors_of(case, GPU), attend(case, GPU, **more)
@@ -284,7 +284,7 @@ def captured(run):
 
 
 @pytest.mark.parametrize("name", ["batch", "grouped, packed", "blocks of 512", "not causal"])
-def test_cuda_graphs(name):
+def test_cuda_graph_replay_with_new_values_equals_eager_calls(name):
     """New values in the same memory give new results, forward and backward."""
     case = CASES[name]
     function = attend(case, GPU)
@@ -325,7 +325,7 @@ def test_cuda_graphs_read_new_offsets_and_routings():
             assert_same_bits(results, runs[name]())
 
 
-def test_the_path_through_jax_refuses_to_be_captured():
+def test_capture_of_the_path_through_jax_raises_runtime_error():
     query, key, value, *_ = tensors_of(BATCH, GPU)
     function = attend(BATCH, GPU, via="jax")
     function(query, key, value)
@@ -343,7 +343,7 @@ def test_the_path_through_jax_refuses_to_be_captured():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # the compiler's own
 @pytest.mark.parametrize("name", ["batch", "grouped, packed"])
-def test_compiled_with_cuda_graphs(name):
+def test_compiled_moba_runs_in_cuda_graphs(name):
     """Forward and backward of several steps with new tensors each, in one graph that CUDA graphs may hold."""
     function = attend(CASES[name], GPU)
 
@@ -368,7 +368,7 @@ def test_compiled_with_cuda_graphs(name):
 
 
 @pytest.mark.parametrize("name", ["grouped, packed", "not causal"])
-def test_operators_keep_their_promises(name):
+def test_operators_pass_opcheck(name):
     case = CASES[name]
     lists = list_arguments(case, GPU)
     # Entries that no list covers are whatever the memory held, so that results cannot be compared.
@@ -382,7 +382,7 @@ def test_operators_keep_their_promises(name):
     torch.library.opcheck(OPERATORS.moba_backward, (*results, *tensors_of(case, GPU)[3:], *arguments))
 
 
-def test_autocast_and_checkpointing():
+def test_autocast_and_checkpointing_equal_the_bfloat16_call():
     *operands, cotangent, log_sum_cotangent = tensors_of(BATCH, GPU)
     function = attend(BATCH, GPU)
 
@@ -396,7 +396,7 @@ def test_autocast_and_checkpointing():
     assert_same_bits(actual, [output, log_sum, *(x.float() for x in gradients)])
 
 
-def test_module():
+def test_moba_module_matches_the_cpu():
     """One step of the module, packed, against the same module on the CPU."""
     torch.manual_seed(0)
     module = MoBASelfAttention(

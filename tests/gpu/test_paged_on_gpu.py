@@ -52,7 +52,7 @@ def compiled(case):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values(name):
+def test_paged_attention_is_accurate_and_repeatable(name):
     run, arrays = compiled(CASES[name])
     assert "triton_kernel_call" in run.as_text()
     results = []
@@ -64,7 +64,7 @@ def test_values(name):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
-def test_fixed_splits_do_not_depend_on_the_batch():
+def test_fixed_split_size_results_do_not_depend_on_the_batch():
     arguments = replace(kv_lengths=(700, 3, 129)).arguments()
     call = functools.partial(paged_attention, split_size=128, return_residual=True)
     rows = ("query", "page_table", "kv_lengths")
@@ -100,7 +100,7 @@ def test_a_decode_step_compiles_once_and_keeps_its_cache_in_place():
 
 
 @pytest.mark.xdist_group("large pools")  # one after the other: gigabytes each
-def test_pools_past_32_bits():
+def test_paged_attention_with_pools_of_more_than_2_to_the_31_elements_is_exact():
     """Pages at the end of a pool of more than 2**31 elements are those of a small pool, bit by bit."""
     sizes = (16, 8, 128)
     num_pages = 2**31 // (16 * 8 * 128) + 9
@@ -118,7 +118,7 @@ MOBA_CASES = {name: case for name, case in FEW_BLOCKS.items() if name != "float6
 
 
 @pytest.mark.parametrize("name", MOBA_CASES)
-def test_moba_over_the_cache(name):
+def test_moba_paged_attention_is_accurate_and_repeatable(name):
     case = MOBA_CASES[name]
     options = dict(block_size=case.block_size, top_k=case.top_k, scale=case.paged.scale, return_residual=True)
     run = jax.jit(lambda arguments: moba_paged_attention(**arguments, **options))

@@ -90,7 +90,7 @@ def in_jax(case):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_native_results_are_accurate_and_those_of_jax_bitwise(name):
+def test_native_paged_attention_is_accurate_and_equals_jax_bitwise(name):
     case = CASES[name]
     arguments = arguments_of(case, GPU)
     poison_free_memory()
@@ -105,7 +105,7 @@ def test_native_results_are_accurate_and_those_of_jax_bitwise(name):
     assert_same_bits(OPERATORS.paged_attention(*operator_arguments(arguments)), native)
 
 
-def test_splits_change_nothing_but_rounding_and_fixed_ones_not_a_bit():
+def test_splits_change_only_rounding_and_a_fixed_split_size_is_independent_of_the_batch():
     case = replace(kv_lengths=(500, 3, 129), cache_dtype=E4M3)
     for num_splits in (None, 1, 2, 8):
         assert_accurate(case, as_arrays(attend(arguments_of(case, GPU) | {"num_splits": num_splits})))
@@ -116,14 +116,14 @@ def test_splits_change_nothing_but_rounding_and_fixed_ones_not_a_bit():
 
 
 @pytest.mark.parametrize("via", [None, "jax"])
-def test_packed_queries(via):
+def test_packed_queries_equal_batched_queries_bitwise(via):
     arguments, is_row = packed_arguments_of(FULL, GPU)
     results = attend(arguments, max_query_length=4, via=via)
     assert_same_bits([x[:-2] for x in results], [x[is_row] for x in attend(arguments_of(FULL, GPU))])
     assert not results[0][-2:].any() and results[1][-2:].isneginf().all()
 
 
-def test_wild_values_are_clipped():
+def test_out_of_range_lengths_and_pages_are_clipped():
     """Lengths, page numbers and offsets that are not checked on a GPU are memory safe, and mean what JAX's mean."""
     case = replace(query_tokens=3, kv_lengths=(60, 70, 5))
     problem, arguments = case.problem, arguments_of(case, GPU)
@@ -145,7 +145,7 @@ def test_wild_values_are_clipped():
     assert output[is_bad].isnan().all() and log_sum[is_bad].isnan().all() and output[~is_bad].isfinite().all()
 
 
-def test_tensors_that_kernels_cannot_read_as_they_are():
+def test_misaligned_and_strided_operands_are_copied_except_pages():
     case = CASES["bfloat16, pages of 16"]
     arguments = arguments_of(case, GPU)
     expected = attend(arguments)
@@ -164,7 +164,7 @@ def test_tensors_that_kernels_cannot_read_as_they_are():
         paged_attention(**(arguments | {"kv_lengths": arguments["kv_lengths"].cpu()}))
 
 
-def test_forms_of_scales():
+def test_scalar_and_tensor_scales_equal_jax_bitwise():
     """A number, a tensor [] and one [B, K] are the same bits, and so are those of JAX."""
     case = CASES["e4m3, pages of 3, split"]
     arguments, names = arguments_of(case, GPU), ("key_scale", "value_scale", "query_scale")
@@ -177,13 +177,13 @@ def test_forms_of_scales():
         assert_same_bits(actual, expected)
 
 
-def test_what_no_kernel_computes_goes_through_jax():
+def test_float64_call_runs_through_jax():
     case = PagedCase(kv_lengths=(40, 3), dtype="float64", query_heads=2)
     with jax.enable_x64(True):
         assert_accurate(case, as_arrays(attend(arguments_of(case, GPU))))
 
 
-def test_no_jax_is_imported():
+def test_native_calls_do_not_import_jax():
     code = """
 import sys
 import torch
@@ -209,7 +209,7 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib"}
     assert result.returncode == 0, result.stderr
 
 
-def test_merged_parts_are_the_whole():
+def test_merged_states_of_parts_match_the_whole():
     """A first part of the keys, by a table of its own columns, and the rest."""
     case = replace(kv_lengths=(500, 400), page_size=16)
     arguments = arguments_of(case, GPU) | {"num_splits": None}
@@ -222,7 +222,7 @@ def test_merged_parts_are_the_whole():
 
 
 @pytest.mark.xdist_group("large pools")  # one after the other: gigabytes each
-def test_pools_past_32_bits():
+def test_pools_of_more_than_2_to_the_31_elements_are_read_and_written_exactly():
     """Pages at the end of a pool of more than 2**31 elements are those of a small pool, bit by bit."""
     sizes = (16, 8, 128)
     num_pages = 2**31 // (16 * 8 * 128) + 9
@@ -254,7 +254,7 @@ def test_pools_past_32_bits():
 
 
 @pytest.mark.parametrize("name", test_append.CASES)
-def test_appending_is_exact_in_place_and_as_in_jax(name):
+def test_append_is_exact_in_place_and_equals_jax_bitwise(name):
     case = test_append.CASES[name]
     arrays = case.arguments()
     results = []
@@ -278,7 +278,7 @@ def test_appending_is_exact_in_place_and_as_in_jax(name):
 
 
 @pytest.mark.parametrize("name", [name for name in test_moba_paged.CASES if name != "float64"])
-def test_moba_over_the_cache(name):
+def test_moba_paged_attention_is_accurate_and_equals_jax_bitwise(name):
     case = test_moba_paged.CASES[name]
     arguments = torch_moba.arguments_of(case, GPU)
     poison_free_memory()
@@ -329,7 +329,7 @@ class Decoder:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_the_host_never_waits():
+def test_decode_step_does_not_synchronise_the_host():
     expected = Decoder().step()
     decoder = Decoder()
     before = torch.cuda.get_sync_debug_mode()
@@ -341,7 +341,7 @@ def test_the_host_never_waits():
     assert_same_bits(results, expected)
 
 
-def test_current_stream_is_respected():
+def test_decode_step_runs_on_the_current_stream():
     """Everything is written late on a side stream: a kernel on another stream would read what was there before."""
     expected = Decoder().step()
     late, source = Decoder(), Decoder()
@@ -385,7 +385,7 @@ def test_cuda_graphs_read_new_lengths_tables_and_pages():
     assert eager.state["key_centroids"].any()
 
 
-def test_the_path_through_jax_refuses_to_be_captured():
+def test_capture_of_the_path_through_jax_raises_runtime_error():
     arguments = arguments_of(DECODE, GPU)
     attend(arguments, via="jax")
     torch.cuda.synchronize()
@@ -398,7 +398,7 @@ def test_the_path_through_jax_refuses_to_be_captured():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # the compiler's own
-def test_compiled_with_cuda_graphs():
+def test_compiled_paged_attention_runs_in_cuda_graphs():
     """Attention in one graph that CUDA graphs may hold."""
     arguments = arguments_of(DECODE, GPU) | {"key_scale": 0.5}
     query = arguments.pop("query")
@@ -430,7 +430,7 @@ def test_a_compiled_step_writes_in_place():
         assert_same_bits([decoder.state[name]], [tensor])
 
 
-def test_operators_keep_their_promises():
+def test_operators_pass_opcheck():
     case = replace(kv_lengths=(65, 300), num_splits=2)
     arguments = arguments_of(case, GPU)
     # Poison does not equal itself.
@@ -442,7 +442,7 @@ def test_operators_keep_their_promises():
     torch.library.opcheck(OPERATORS.moba_paged_attention, tuple(torch_moba.operator_arguments(moba)))
 
 
-def test_derivatives_are_refused():
+def test_derivatives_raise_type_error():
     arguments = arguments_of(DECODE, GPU)
     query = arguments["query"].clone().requires_grad_()
     with pytest.raises(TypeError, match="paged_attention is for inference and cannot be differentiated"):
@@ -455,7 +455,7 @@ def test_derivatives_are_refused():
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("via", [None, "jax"])
-def test_second_gpu(via):
+def test_paged_attention_on_the_second_gpu_equals_the_first(via):
     """Tensors of a device that is not the current one."""
     results = attend(arguments_of(FULL, "cuda:1"), via=via)
     assert all(x.device.index == 1 for x in results)
@@ -463,7 +463,7 @@ def test_second_gpu(via):
     assert torch.cuda.current_device() == 0
 
 
-def test_empty_calls():
+def test_paged_attention_of_empty_calls_returns_zeros():
     """Nothing to attend to, in the shapes that a server may meet."""
     arguments = to_tensors(
         dict(

@@ -52,5 +52,5 @@ def all_gpus(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, rest) for name, *rest in CHECKS], ids=str)
-def test_context_parallel_over_all_gpus(all_gpus, name, arguments):
+def test_context_parallel_check_passes_on_all_gpus(all_gpus, name, arguments):
     all_gpus(name, *arguments)

@@ -42,5 +42,5 @@ def all_gpus(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, rest) for name, *rest in CHECKS], ids=str)
-def test_division_over_all_gpus(all_gpus, name, arguments):
+def test_division_check_passes_on_all_gpus(all_gpus, name, arguments):
     all_gpus(name, *arguments)

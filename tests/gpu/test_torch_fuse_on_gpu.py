@@ -76,7 +76,7 @@ def poison_free_memory():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_variant(name):
+def test_variant_is_accurate_and_repeatable(name):
     fused = fuse(VARIANTS[name].function, implementation="triton")
     arguments = arguments_of(name)
     poison_free_memory()
@@ -98,7 +98,7 @@ def test_variant(name):
 
 
 @pytest.mark.parametrize("name", ["causal", "evoformer_row"])
-def test_native_and_through_jax_agree(name):
+def test_native_gradients_match_the_path_through_jax(name):
     arguments = arguments_of(name)
     native = value_and_gradients(name, fuse(VARIANTS[name].function), *arguments)
     through_jax = value_and_gradients(name, fuse(VARIANTS[name].function, via="jax"), *arguments)
@@ -109,7 +109,7 @@ def test_native_and_through_jax_agree(name):
 
 
 @pytest.mark.parametrize("needed", [("query", "pair"), ("query", "value"), ("pair",)], ids="_".join)
-def test_a_bias_that_stays_has_the_gradients_that_jax_gets(needed):
+def test_resident_bias_gradients_match_jax(needed):
     """On Hopper queries' and the bias's gradients are one kernel's where both are needed."""
     case = RESIDENT["evoformer"]
     inputs = case.inputs()
@@ -131,7 +131,7 @@ def test_a_bias_that_stays_has_the_gradients_that_jax_gets(needed):
 
 
 @pytest.mark.parametrize("name", ["cross", "causal", "documents", "differential"])
-def test_keys_that_stream_give_what_jax_gets(name):
+def test_streamed_output_equals_jax_bitwise(name):
     case = STREAMED[name]
     inputs = case.inputs()
     output = fuse(case.function)(**{key: to_tensor(x, GPU) for key, x in inputs.items()})
@@ -140,7 +140,7 @@ def test_keys_that_stream_give_what_jax_gets(name):
 
 
 @pytest.mark.parametrize("name", ["causal", "alibi", "grouped_query", "two_biases", "differential"])
-def test_simple_functions_leave_jax_alone(name, monkeypatch):
+def test_simple_functions_do_not_cross_to_jax(name, monkeypatch):
     fused = fuse(VARIANTS[name].function)
     arguments = arguments_of(name)
     first = value_and_gradients(name, fused, *arguments)
@@ -155,7 +155,7 @@ def test_simple_functions_leave_jax_alone(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["causal", "causal_document", "evoformer_row"])
-def test_current_stream_is_respected(name):
+def test_fused_call_runs_on_the_current_stream(name):
     """Inputs are written late on a side stream: a kernel on another stream would read what was there before."""
     fused = fuse(VARIANTS[name].function)
     tensors, cotangents = arguments_of(name)
@@ -173,7 +173,7 @@ def test_current_stream_is_respected(name):
     assert_same_bits(copies, list(expected.values()))
 
 
-def test_cuda_graphs():
+def test_cuda_graph_replay_with_new_values_equals_eager_calls():
     """New values in the same memory give new results, forward and backward."""
     fused = fuse(VARIANTS["causal"].function)
     tensors, (cotangent,) = arguments_of("causal")
@@ -202,7 +202,7 @@ def test_cuda_graphs():
         assert_same_bits(results, list(expected.values()))
 
 
-def test_what_a_graph_cannot_hold_is_refused():
+def test_capture_of_uncompiled_or_jax_parts_raises_runtime_error():
     tensors, _ = arguments_of("causal")
     torch.cuda.synchronize()
     with (
@@ -220,7 +220,7 @@ def test_what_a_graph_cannot_hold_is_refused():
         fused(**gated)
 
 
-def test_what_kernels_decline_goes_through_jax():
+def test_head_dimensions_above_256_run_through_jax():
     # Heads of 264 columns.
     tensors = {key: torch.randn(1, 32, 2, 264, device=GPU) for key in ("query", "key", "value")}
     fused = fuse(VARIANTS["vanilla"].function)
@@ -231,7 +231,7 @@ def test_what_kernels_decline_goes_through_jax():
 
 
 @pytest.mark.parametrize("name", inner.FUNCTIONS)
-def test_loops_branches_and_recomputed_parts(name):
+def test_loops_branches_and_checkpoints_match_the_path_through_jax(name):
     """Run by torch they give what they give in JAX."""
     function, _ = inner.FUNCTIONS[name]
     operands = [to_tensor(x, GPU).requires_grad_() for x in inner.given()]
@@ -247,7 +247,7 @@ def test_loops_branches_and_recomputed_parts(name):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2 * largest)
 
 
-def test_a_branch_cannot_be_chosen_in_a_graph():
+def test_capture_of_a_branch_raises_runtime_error():
     def function(x, is_wanted):
         return jax.lax.cond(is_wanted, lambda: jax.nn.softmax(x @ x.mT) @ x, lambda: x)
 

@@ -89,7 +89,7 @@ def forget_compiled_functions():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_native_through_jax_and_jax_agree_bitwise(name):
+def test_native_operator_and_operator_through_jax_equal_jax_bitwise(name):
     case = CASES[name]
     native = results_of(case, GPU)
     assert all(x.is_cuda for x in native)
@@ -100,7 +100,7 @@ def test_native_through_jax_and_jax_agree_bitwise(name):
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_long_blocks(name):
+def test_long_blocks_are_accurate_and_repeatable(name):
     """Natively by the chunked kernels, through JAX by those of fused attention: both accurate, both repeatable."""
     case = LONG[name]
     for via in (None, "jax"):
@@ -112,7 +112,7 @@ def test_long_blocks(name):
 @pytest.mark.parametrize(
     "name", ["full tiles", "full tiles, heads of 64", "rotary, grouped", "rotary, packed, explicit"]
 )
-def test_operators_on_one_packed_tensor_agree_bitwise(name):
+def test_packed_operators_equal_those_through_jax_bitwise(name):
     case = CASES[name]
     arguments, cotangent = packed_operator_arguments(case, GPU), tensors_of(case, GPU)[3]
     results = {
@@ -146,7 +146,7 @@ def test_fused_projection_agrees_with_jax():
         assert np.linalg.norm(one - other) <= 1e-2 * np.linalg.norm(other)
 
 
-def test_no_jax_is_imported():
+def test_native_operator_does_not_import_jax():
     code = """
 import sys
 import torch
@@ -164,7 +164,7 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib"}
 # Other computations of the same
 
 
-def test_as_accurate_as_varlen_attention():
+def test_native_operator_is_as_accurate_as_varlen_attention():
     """Blocks are sequences to torch's attention over packed sequences."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -179,7 +179,7 @@ def test_as_accurate_as_varlen_attention():
 
 
 @pytest.mark.parametrize("name", ["full tiles", "grouped", "partial tiles", "full tiles, causal fp16"])
-def test_as_accurate_as_torchs_attention(name):
+def test_native_operator_is_as_accurate_as_torch_attention(name):
     case = CASES[name]
     operands = tensors_of(case, GPU)
     reference = functools.partial(masked_attention, case)
@@ -190,7 +190,7 @@ def test_as_accurate_as_torchs_attention(name):
 # Tensors as they come
 
 
-def test_tensors_that_kernels_cannot_read_as_they_are():
+def test_misaligned_strided_and_expanded_operands_give_equal_results():
     """Misaligned, strided, transposed and broadcast operands and cotangents."""
     query, key, value, cotangent = tensors_of(FULL, GPU)
     expected = results_of(FULL, GPU)
@@ -206,7 +206,7 @@ def test_tensors_that_kernels_cannot_read_as_they_are():
     assert_same_bits([x.grad for x in leaves], ones[1:])
 
 
-def test_bhsd():
+def test_bhsd_operator_equals_the_transposed_call():
     *operands, cotangent = tensors_of(FULL, GPU)
     expected = results_of(FULL, GPU)
     function = functools.partial(block_diagonal_attention_bhsd, block_size=64)
@@ -218,14 +218,14 @@ def test_bhsd():
 
 
 @pytest.mark.parametrize("shape", [(0, 20, 4, 64), (2, 0, 4, 64), (0, 4, 64)])
-def test_no_tokens(shape):
+def test_empty_operands_keep_their_shape(shape):
     query = torch.zeros(shape, device=GPU, dtype=torch.bfloat16, requires_grad=True)
     output = block_diagonal_attention(query, query, query)
     output.sum().backward()
     assert output.shape == query.grad.shape == shape
 
 
-def test_what_no_kernel_computes_goes_through_jax():
+def test_float64_call_runs_through_jax():
     case = Case(lengths=(20, 20), query_heads=2, key_heads=1)
     operands = [x.double() for x in tensors_of(case)]
     on_gpu = value_and_gradients(attend(case, GPU), *(x.cuda() for x in operands))
@@ -234,7 +234,7 @@ def test_what_no_kernel_computes_goes_through_jax():
         torch.testing.assert_close(one.cpu(), other, rtol=1e-12, atol=1e-12)
 
 
-def test_mistakes():
+def test_invalid_operands_raise_value_error():
     query = torch.zeros(2, 20, 4, 64, device=GPU)
     for key in (query.cpu(), query[:, :, :3], query.half(), query[..., :32]):
         with pytest.raises(
@@ -247,7 +247,7 @@ def test_mistakes():
         block_diagonal_attention(query, query, query, rotary=Rotary(torch.zeros(20, 32), torch.zeros(20, 32)))
 
 
-def test_derivatives_that_are_refused():
+def test_second_and_forward_mode_derivatives_raise_not_implemented_error():
     query, key, value, _ = tensors_of(FULL, GPU)
     query.requires_grad_()
     output = attend(FULL, GPU)(query, key, value)
@@ -263,7 +263,7 @@ def test_derivatives_that_are_refused():
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("via", [None, "jax"])
-def test_second_gpu(via):
+def test_operator_on_the_second_gpu_equals_the_first(via):
     """Tensors of a device that is not the current one."""
     assert torch.cuda.current_device() == 0
     for case in (FULL, PACKED):
@@ -310,7 +310,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("block_size", [48, 64])
 @pytest.mark.parametrize("name", OFFSETS)
-def test_tile_table_of_offsets(name, block_size):
+def test_tile_table_of_offsets_equals_that_of_jax(name, block_size):
     values, tokens = OFFSETS[name]
     values = np.asarray(values, np.int32)
     expected = packing.tiles_from_offsets(jnp.asarray(values), tokens, block_size)
@@ -318,7 +318,7 @@ def test_tile_table_of_offsets(name, block_size):
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_tile_table_of_lengths(name):
+def test_tile_table_of_lengths_equals_that_of_jax(name):
     values, tokens = LENGTHS[name]
     values = np.asarray(values, np.int32)
     expected = packing.tiles_from_lengths(jnp.asarray(values), tokens, 64)
@@ -332,7 +332,7 @@ LONG_SLEEP = 200_000_000  # cycles that the device sleeps: a tenth of a second
 
 @pytest.mark.parametrize("via", [None, "jax"])
 @pytest.mark.parametrize("name", ["full tiles", "rotary, packed, explicit"])
-def test_current_stream_is_respected(name, via):
+def test_operator_runs_on_the_current_stream(name, via):
     """Inputs are written late on a side stream: a kernel on another stream would read what was there before."""
     case = CASES[name]
     function, operands = attend(case, GPU, via=via), tensors_of(case, GPU)
@@ -351,7 +351,7 @@ def test_current_stream_is_respected(name, via):
     assert_same_bits(copies, expected)
 
 
-def test_two_streams_at_once():
+def test_operators_on_two_streams_keep_results_apart():
     streams = [torch.cuda.Stream() for _ in range(2)]
     inputs = [tensors_of(PACKED, GPU, seed) for seed in (0, 1)]
     function = attend(PACKED, GPU)
@@ -370,7 +370,7 @@ def test_two_streams_at_once():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_the_host_never_waits():
+def test_native_operator_does_not_synchronise_the_host():
     for case in (FULL, PACKED, CASES["windows"]):
         operands, function = tensors_of(case, GPU), attend(case, GPU)
         expected = value_and_gradients(function, *operands)
@@ -400,7 +400,7 @@ def captured(run):
 @pytest.mark.parametrize(
     "name", ["full tiles", "rotary, packed, explicit", "windows", "blocks of 200, rotary", "grouped"]
 )
-def test_cuda_graphs(name):
+def test_cuda_graph_replay_with_new_values_equals_eager_calls(name):
     """New values in the same memory give new results, forward and backward."""
     case = CASES[name]
     function = attend(case, GPU)
@@ -436,7 +436,7 @@ def test_cuda_graphs_read_new_offsets():
         assert_same_bits([output], [function(query, key, value, sequence_offsets=new)])
 
 
-def test_the_path_through_jax_refuses_to_be_captured():
+def test_capture_of_the_path_through_jax_raises_runtime_error():
     query, key, value, _ = tensors_of(FULL, GPU)
     function = attend(FULL, GPU, via="jax")
     function(query, key, value)
@@ -462,7 +462,7 @@ def layers(case, **more):
 
 @COMPILER_WARNINGS
 @pytest.mark.parametrize("name", ["half-split", "packed"])
-def test_compiled_with_cuda_graphs(name):
+def test_compiled_operator_runs_in_cuda_graphs(name):
     """Forward and backward of several steps with new tensors each, in one graph that CUDA graphs may hold."""
     case = CASES[name]
     compiled = torch.compile(layers(case), fullgraph=True, mode="reduce-overhead")
@@ -478,7 +478,7 @@ def test_compiled_with_cuda_graphs(name):
 
 
 @COMPILER_WARNINGS
-def test_compiled_through_jax_stays_outside_of_cuda_graphs():
+def test_compiled_operator_through_jax_runs_outside_cuda_graphs():
     compiled = torch.compile(layers(FULL, via="jax"), fullgraph=True, mode="reduce-overhead")
     for seed in range(4):
         operands = tensors_of(FULL, GPU, seed)
@@ -487,7 +487,7 @@ def test_compiled_through_jax_stays_outside_of_cuda_graphs():
         assert_close(results, value_and_gradients(layers(FULL), *operands))
 
 
-def test_new_lengths_compile_nothing():
+def test_new_lengths_do_not_recompile():
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -504,7 +504,7 @@ def test_new_lengths_compile_nothing():
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_autocast(is_compiled):
+def test_autocast_equals_the_bfloat16_call(is_compiled):
     function = attend(CASES["half-split"], GPU)
 
     def layer(query, key, value):
@@ -520,7 +520,7 @@ def test_autocast(is_compiled):
     assert_same_bits(gradients, [x.float() for x in expected_gradients])
 
 
-def test_activation_checkpointing():
+def test_activation_checkpointing_equals_the_plain_call():
     function = attend(PACKED, GPU)
 
     def layer(query, key, value):
@@ -530,7 +530,7 @@ def test_activation_checkpointing():
 
 
 @pytest.mark.parametrize("name", ["grouped", "rotary, packed, explicit", "windows"])
-def test_operators_keep_their_promises(name):
+def test_operators_pass_opcheck(name):
     case = CASES[name]
     arguments, cotangent = operator_arguments(case, GPU), tensors_of(case, GPU)[3]
     with_gradients = (*(x.clone().requires_grad_() for x in arguments[:3]), *arguments[3:])
@@ -538,7 +538,7 @@ def test_operators_keep_their_promises(name):
     torch.library.opcheck(OPERATORS.block_diagonal_backward, (cotangent, *arguments))
 
 
-def test_packed_operators_keep_their_promises():
+def test_packed_operators_pass_opcheck():
     arguments, cotangent = packed_operator_arguments(PACKED, GPU), tensors_of(PACKED, GPU)[3]
     torch.library.opcheck(OPERATORS.block_diagonal_packed_backward, (cotangent, *arguments))
     torch.library.opcheck(OPERATORS.block_diagonal_forward, (arguments[0].requires_grad_(), *arguments[1:]))

@@ -11,7 +11,7 @@ pytestmark = [
 ]
 
 
-def test_a_fresh_thread_can_launch_kernels_that_take_descriptors():
+def test_new_thread_launches_kernels_with_descriptors():
     from blockdiag.torch import block_diagonal_attention
 
     operands = [torch.randn(1, 256, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]

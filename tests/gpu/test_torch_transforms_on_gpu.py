@@ -73,7 +73,7 @@ def gradients_of_autograd(function, operands):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_grad_gives_the_gradients_of_autograd(name):
+def test_grad_equals_autograd_bitwise(name):
     function, make, _ = FUNCTIONS[name]
     operands = make(2)
     found = grad(functools.partial(loss, function), tuple(range(len(operands))))(*operands)
@@ -82,7 +82,7 @@ def test_grad_gives_the_gradients_of_autograd(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_gradients_of_each_row(name):
+def test_vmap_of_grad_equals_autograd_of_each_row(name):
     function, make, mapped = FUNCTIONS[name]
     operands = make(3)
     rows = [x[:, None] if place < mapped else x for place, x in enumerate(operands)]
@@ -106,7 +106,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_gradients_of_each_sample_for_the_parameters_of_a_module(name):
+def test_per_sample_gradients_of_module_parameters_match_autograd(name):
     module, samples = MODULES[name](), normal(3, TOKENS, 128)
     parameters = dict(module.named_parameters())
 
@@ -149,7 +149,7 @@ def test_a_result_changed_in_place_is_differentiated(name):
 
 
 @pytest.mark.parametrize("via", [None, "jax"])
-def test_results_of_moba_are_no_views(via):
+def test_moba_results_are_not_views(via):
     x = normal(2, TOKENS, 2, 64).requires_grad_()
     for result in MOBA(x, x, x, return_residual=True, via=via):
         assert result._base is None
@@ -171,7 +171,7 @@ def test_jagged_tensors_are_packed_sequences(function):
     torch.testing.assert_close(function(x, x, x).values(), expected, rtol=0, atol=0)
 
 
-def test_other_nested_tensors_are_refused():
+def test_strided_nested_tensors_raise_value_error():
     packed, _, x = jagged()
     strided = torch.nested.nested_tensor(list(packed.split([5, 19, 1])))
     for function in (BLOCKS, MOBA):

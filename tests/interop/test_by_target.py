@@ -32,23 +32,23 @@ def chosen(x):
 
 
 @pytest.mark.parametrize(("arch", "name"), [(80, "cosine"), (90, "sine"), (100, "cosine")])
-def test_the_target_chooses(arch, name):
+def test_by_target_lowers_the_function_of_the_target(arch, name):
     with compile_target(arch):
         text = jax.jit(chosen).trace(X).lower(lowering_platforms=("cuda",)).as_text()
     assert [x for x in ("sine", "cosine") if f"stablehlo.{x}" in text] == [name]
 
 
-def test_other_platforms_have_the_other_function():
+def test_by_target_on_a_cpu_runs_the_default_function():
     np.testing.assert_array_equal(chosen(X), jnp.cos(X))
     np.testing.assert_array_equal(jax.jit(chosen)(X), jnp.cos(X))
 
 
-def test_both_must_give_the_same_arrays():
+def test_by_target_with_different_shapes_raises_type_error():
     with pytest.raises(TypeError, match="the same arrays"):
         by_target(is_hopper, sine, lambda x: [x[:2]], X)
 
 
-def test_there_is_no_derivative_and_no_map():
+def test_by_target_under_jvp_or_vmap_raises_not_implemented_error():
     with pytest.raises(NotImplementedError, match="custom_vjp"):
         jax.jvp(chosen, (X,), (X,))
     with pytest.raises(NotImplementedError, match="custom_vmap"):
@@ -63,7 +63,7 @@ def test_there_is_no_derivative_and_no_map():
         (None, ["fused_rows", "fused_columns", "fused_pairs"]),
     ],
 )
-def test_launches_are_those_of_the_target(target, expected):
+def test_collect_specs_returns_the_launches_of_the_target(target, expected):
     case = CASES["evoformer"]
     region = case.region()
     rows = jax.ShapeDtypeStruct(tuple(region.sizes[x] for x in (*region.batch, "q")), "float32")

@@ -65,7 +65,7 @@ def plan_of(spec, arch=90, **changes) -> LaunchPlan:
 @pytest.mark.parametrize(
     "spec", [AddSpec(1000, "bfloat16"), IncrementSpec(300), HalvesSpec(80)], ids=lambda spec: spec.name
 )
-def test_report_of_a_plain_kernel(spec, arch):
+def test_report_of_a_plain_kernel_shows_registers_and_memory(spec, arch):
     report = inspect_plan(plan_of(spec, arch), arch)
     assert report.arch == arch
     assert 0 < report.registers <= 255
@@ -113,7 +113,7 @@ def test_gluon_kernel_compiles(arch):
     assert report.sass["bulk tensor load"] == report.sass["bulk tensor store"] == 1
 
 
-def test_too_much_shared_memory_is_refused_with_numbers():
+def test_too_much_shared_memory_raises_kernel_compile_error_with_numbers():
     with pytest.raises(KernelCompileError, match=r"needs \d+ bytes of shared memory, sm_120 has 101376"):
         inspect_plan(plan_of(MatmulSpec(1000, 256, 2048, block=128), 120, options=CompileOptions(num_stages=6)), 120)
 
@@ -133,18 +133,18 @@ NONSENSE = LaunchPlan(
 )
 
 
-def test_what_ptxas_refuses_is_reported_without_a_dump(capsys):
+def test_ptxas_errors_raise_kernel_compile_error_without_a_dump(capsys):
     with pytest.raises(KernelCompileError, match=r"ptxas refuses kernel 'nonsense' for sm_90(.|\n)*nonsense"):
         inspect_plan(NONSENSE, 90)
     assert capsys.readouterr().out == ""
 
 
-def test_too_many_warps_are_refused():
+def test_too_many_warps_raise_kernel_compile_error():
     with pytest.raises(KernelCompileError, match="64 warps"):
         compile_plan(TOO_WIDE, Target(90, 1))
 
 
-def test_unknown_architecture_is_refused():
+def test_unknown_architecture_raises_value_error():
     with pytest.raises(ValueError, match="`arch` must be one of"):
         inspect_plan(plan_of(AddSpec(10)), 91)
 
@@ -159,7 +159,7 @@ def test_sizes_and_scalars_share_a_kernel_and_compile_time_values_do_not():
     assert compile_key(plan_of(first), 90) != compile_key(plan_of(first), 100)
 
 
-def test_compile_time_values_differ_by_type():
+def test_compile_keys_of_constants_differ_by_type():
     plan = plan_of(AddSpec(1000))
     keys = {
         compile_key(dataclasses.replace(plan, arguments=plan.arguments | {"BLOCK": Constexpr(value)}), 90)
@@ -318,7 +318,7 @@ def replaced(plan: LaunchPlan, **arguments) -> LaunchPlan:
         (replaced(plan_of(MatmulSpec(64, 64, 64)), d_a=Descriptor("input", 0, (0, 64), (64, 64))), "within 1.."),
     ],
 )
-def test_plans_that_cannot_describe_a_launch(plan, message):
+def test_invalid_plans_raise_value_error(plan, message):
     with pytest.raises(ValueError, match=message):
         check_plan(plan)
         compile_key(plan, 90)
@@ -343,7 +343,7 @@ print(hits)
 """
 
 
-def test_a_second_process_does_not_compile(tmp_path, pytestconfig):
+def test_second_process_loads_kernels_from_the_disk_cache(tmp_path, pytestconfig):
     def hits() -> str:
         environment = os.environ | {
             "TRITON_CACHE_DIR": str(tmp_path),
@@ -379,7 +379,7 @@ def two_processors(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
 
 
-def test_kernels_compiled_together_are_those_compiled_in_turn(nothing_compiled, two_processors):
+def test_compile_together_equals_compiling_one_by_one(nothing_compiled, two_processors):
     def binaries(compiled) -> list[tuple[bytes, str]]:
         return [(launch.kernel.asm["cubin"], launch.ptx) for launch in compiled]
 
@@ -394,7 +394,7 @@ def test_kernels_compiled_together_are_those_compiled_in_turn(nothing_compiled, 
         assert all(compile_plan(plan, TARGET) is launch for plan, launch in zip(plans, together, strict=True))
 
 
-def test_ptxas_runs_where_a_binary_is_asked_for(nothing_compiled, monkeypatch):
+def test_ptxas_runs_only_when_a_binary_is_requested(nothing_compiled, monkeypatch):
     from triton.backends.nvidia.compiler import CUDABackend
 
     assembled, make_cubin, hits = [], CUDABackend.make_cubin, []
@@ -420,7 +420,7 @@ def test_ptxas_runs_where_a_binary_is_asked_for(nothing_compiled, monkeypatch):
         assembled.clear(), hits.clear()
 
 
-def test_a_hook_of_somebody_else_is_kept(nothing_compiled, monkeypatch):
+def test_compile_keeps_a_stages_hook_of_the_user(nothing_compiled, monkeypatch):
     from triton.backends.nvidia.compiler import CUDABackend
 
     inspected, inspections = [], triton.knobs.runtime
@@ -449,7 +449,7 @@ def test_a_hook_of_somebody_else_is_kept(nothing_compiled, monkeypatch):
     assert inspected == [90, 90, 90] and inspections.add_stages_inspection_hook is inspect
 
 
-def test_the_longest_kernel_begins_first(nothing_compiled, monkeypatch):
+def test_compile_together_starts_with_the_longest_kernel(nothing_compiled, monkeypatch):
     begun = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: begun.append(event["src"].name))
@@ -458,7 +458,7 @@ def test_the_longest_kernel_begins_first(nothing_compiled, monkeypatch):
     assert [launch.name for launch in compiled] == ["add_kernel", "matmul_kernel"]
 
 
-def test_llvm_runs_for_several_kernels_at_once(nothing_compiled, two_processors, monkeypatch):
+def test_compile_together_runs_llvm_for_several_kernels_at_once(nothing_compiled, two_processors, monkeypatch):
     from triton.backends.nvidia.compiler import CUDABackend
 
     meeting, make_ptx = threading.Barrier(2, timeout=60), CUDABackend.make_ptx
@@ -471,7 +471,7 @@ def test_llvm_runs_for_several_kernels_at_once(nothing_compiled, two_processors,
     compile_together([(spec.plan(TARGET), TARGET) for spec in SPECS[:2]])
 
 
-def test_the_front_end_has_one_thread_at_a_time(nothing_compiled, two_processors, monkeypatch):
+def test_compile_together_runs_the_front_end_in_one_thread_at_a_time(nothing_compiled, two_processors, monkeypatch):
     import triton.compiler.code_generator as code_generator
 
     translate, inside, most = code_generator.ast_to_ttir, [], []
@@ -498,7 +498,7 @@ def test_threads_that_want_one_kernel_compile_it_once(nothing_compiled, monkeypa
     assert hits == [False] and all(launch is found[0] for launch in found)
 
 
-def test_a_kernel_that_fails_fails_for_all_who_want_it_and_for_nobody_else(nothing_compiled, two_processors, capsys):
+def test_kernel_that_fails_raises_in_every_thread_that_needs_it(nothing_compiled, two_processors, capsys):
     good = SPECS[0].plan(TARGET)
     with pytest.raises(KernelCompileError, match="64 warps"):
         compile_together([(TOO_WIDE, TARGET), (good, TARGET)])
@@ -517,7 +517,7 @@ def test_a_kernel_that_fails_fails_for_all_who_want_it_and_for_nobody_else(nothi
     assert compile_together([(SPECS[2].plan(TARGET), TARGET), (good, TARGET)])[1] is compile_plan(good, TARGET)
 
 
-def test_a_kernel_that_is_compiled_ahead_is_waited_for(nothing_compiled, monkeypatch):
+def test_compile_plan_waits_for_a_kernel_compiled_ahead(nothing_compiled, monkeypatch):
     from triton.backends.nvidia.compiler import CUDABackend
 
     begun, make_ptx, hits = threading.Event(), CUDABackend.make_ptx, []
@@ -537,7 +537,7 @@ def test_a_kernel_that_is_compiled_ahead_is_waited_for(nothing_compiled, monkeyp
     assert hits == [False] and compile_plan(plan, TARGET) is compiled
 
 
-def test_what_fails_ahead_fails_where_it_is_asked_for(nothing_compiled, monkeypatch, capsys):
+def test_kernel_that_fails_ahead_raises_where_it_is_requested(nothing_compiled, monkeypatch, capsys):
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(compile_module, "_ahead", lambda process: pool)
         compile_ahead([(TOO_WIDE, TARGET)])
@@ -547,7 +547,7 @@ def test_what_fails_ahead_fails_where_it_is_asked_for(nothing_compiled, monkeypa
         compile_ahead([(plan_of(AddSpec(10), grid=(0, 1, 1)), TARGET)])
 
 
-def test_threads_do_not_import_what_others_import(tmp_path):
+def test_compile_threads_of_a_new_process_do_not_import_gluon_concurrently(tmp_path):
     """In a fresh process the first program with a derivative: its threads, and this one, all need Gluon."""
     program = """
 import jax, jax.numpy as jnp
@@ -571,7 +571,7 @@ print(lowered.as_text().count("custom_call @triton_kernel_call_ffi"))
     assert done.stdout.split() == ["4"]
 
 
-def test_who_makes_a_kernel_says_so_once(nothing_compiled, two_processors):
+def test_made_callback_runs_once_per_kernel(nothing_compiled, two_processors):
     plans = [spec.plan(TARGET) for spec in SPECS[:2]]
     made = []
     compile_ahead([(plans[0], TARGET)], made=lambda *launch: made.append(launch))

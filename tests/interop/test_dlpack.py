@@ -54,7 +54,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(("names", "problem"), UNKNOWN.values(), ids=UNKNOWN)
-def test_unknown_functions_of_jaxlib_leave_the_public_crossing(names, problem, monkeypatch):
+def test_unknown_jaxlib_functions_fall_back_to_public_dlpack(names, problem, monkeypatch):
     known = sys.modules["jaxlib._jax"]
     given = {name: value for name, value in (vars(known) | names).items() if value is not None}
     jaxlib_launcher.dlpack_shortcut.cache_clear()
@@ -73,7 +73,7 @@ def test_unknown_functions_of_jaxlib_leave_the_public_crossing(names, problem, m
         jaxlib_launcher.dlpack_shortcut.cache_clear()
 
 
-def test_crossing_asks_for_its_functions_while_the_caller_is_traced():
+def test_to_jax_probes_jaxlib_while_tracing():
     seen = []
 
     def function(x):
@@ -114,7 +114,7 @@ def values(array: jax.Array) -> np.ndarray:
 
 @pytest.mark.versions
 @pytest.mark.parametrize("name", NARROW)
-def test_same_memory_both_ways(name, path):
+def test_crossing_keeps_the_memory_in_both_directions(name, path):
     tensor = filled(getattr(torch, name))
     array = to_jax(tensor)
     assert pointer(array) == tensor.data_ptr()
@@ -129,7 +129,7 @@ def test_same_memory_both_ways(name, path):
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_array_of_jax_keeps_its_memory(name, path):
+def test_to_torch_keeps_the_memory_of_a_jax_array(name, path):
     array = jnp.zeros((3, 5), getattr(jnp, "bool_" if name == "bool" else name))
     tensor = to_torch(array)
     assert tensor.data_ptr() == pointer(array)
@@ -141,7 +141,7 @@ def test_array_of_jax_keeps_its_memory(name, path):
 
 @pytest.mark.versions
 @pytest.mark.parametrize("name", WIDE)
-def test_64_bits_cross_only_where_jax_has_them(name, path):
+def test_to_jax_of_64_bit_tensors_requires_x64(name, path):
     tensor = filled(getattr(torch, name))
     with pytest.raises(ValueError, match=r"would narrow; cast it with tensor\.to\(torch\..*jax\.enable_x64"):
         to_jax(tensor)
@@ -155,7 +155,7 @@ def test_64_bits_cross_only_where_jax_has_them(name, path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_layouts_that_cross(layout, path):
+def test_crossing_of_permuted_layouts_keeps_the_memory(layout, path):
     tensor = layout(filled(torch.float32) + torch.arange(1024.0).reshape(2, 4, 8, 16))
     array = to_jax(tensor)
     assert pointer(array) == tensor.data_ptr()
@@ -166,7 +166,7 @@ def test_layouts_that_cross(layout, path):
     torch.testing.assert_close(back, tensor, rtol=0, atol=0)
 
 
-def test_heads_before_tokens_become_heads_after_tokens():
+def test_to_jax_of_transposed_heads_keeps_the_memory():
     tensor = torch.randn(2, 3, 8, 16)  # [B, N, T, H]
     array = to_jax(tensor.transpose(1, 2))
     assert array.shape == (2, 8, 3, 16)
@@ -175,7 +175,7 @@ def test_heads_before_tokens_become_heads_after_tokens():
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1)])
-def test_shapes_at_the_edge(shape, path):
+def test_crossing_of_empty_and_scalar_shapes_keeps_the_shape(shape, path):
     tensor = torch.ones(shape)
     array = to_jax(tensor)
     assert array.shape == shape
@@ -200,7 +200,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_shared(make, message, path):
+def test_to_jax_of_unshareable_tensors_raises_value_error_unless_copied(make, message, path):
     tensor = make()
     with pytest.raises(ValueError, match=f"{message}.*copy=True"):
         to_jax(tensor)
@@ -212,12 +212,12 @@ def test_what_cannot_be_shared(make, message, path):
     np.testing.assert_array_equal(np.asarray(array), before)
 
 
-def test_allowed_copy_is_not_made_without_need(path):
+def test_copy_true_does_not_copy_shareable_tensors(path):
     tensor = torch.randn(4, 4)
     assert pointer(to_jax(tensor, copy=True)) == tensor.data_ptr()
 
 
-def test_one_copy_is_one(monkeypatch):
+def test_copy_true_copies_once(monkeypatch):
     copies = []
     monkeypatch.setattr(dlpack, "dense_copy", lambda x, copy=dlpack.dense_copy: copies.append(x) or copy(x))
     to_jax(torch.randn(16, dtype=torch.complex64).conj()[::2], copy=True)
@@ -244,7 +244,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("make", "error", "message"), WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("copy", [False, True])
-def test_what_never_crosses(make, error, message, copy):
+def test_to_jax_of_unsupported_tensors_raises(make, error, message, copy):
     with pytest.raises(error, match=message):
         to_jax(make(), copy=copy)
 
@@ -258,7 +258,7 @@ def test_what_never_crosses(make, error, message, copy):
     ],
     ids=["vmap", "grad", "functionalize"],
 )
-def test_tensors_inside_of_a_transform(transform):
+def test_to_jax_inside_torch_func_transforms_raises_type_error(transform):
     def function(x):
         to_jax(x)
         return x.sum()
@@ -267,12 +267,12 @@ def test_tensors_inside_of_a_transform(transform):
         transform(function)
 
 
-def test_traced_array():
+def test_to_torch_of_a_traced_array_raises_type_error():
     with pytest.raises(TypeError, match=r"outside of jax\.jit.*wrap_torch"):
         jax.jit(lambda x: to_torch(x))(jnp.ones(3))
 
 
-def test_arrays_that_do_not_cross():
+def test_to_torch_of_unsupported_arrays_raises():
     with pytest.raises(TypeError, match=r"must be a jax\.Array, got ndarray"):
         to_torch(np.ones(3))
     with pytest.raises(TypeError, match="key_data"):
@@ -285,7 +285,7 @@ def test_arrays_that_do_not_cross():
         to_torch(deleted)
 
 
-def test_array_over_several_devices():
+def test_to_torch_of_an_array_on_several_devices_raises_value_error():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     for spec in (jax.P("x"), jax.P()):
         array = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, spec))
@@ -294,13 +294,13 @@ def test_array_over_several_devices():
         assert to_torch(array.addressable_shards[3].data).sum() == 8 // (4 if spec else 1)
 
 
-def test_array_of_a_mesh_of_one_device():
+def test_to_torch_of_an_array_on_a_mesh_of_one_device_keeps_values():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     array = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("x")))
     assert to_torch(array).tolist() == list(range(8))
 
 
-def test_result_of_a_running_computation_is_complete(path):
+def test_to_torch_waits_for_a_running_computation(path):
     x = jnp.full((400, 400), 1 / 400, jnp.float32)
     product = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))(x)
     torch.testing.assert_close(to_torch(product), torch.full((400, 400), 1 / 400), rtol=1e-4, atol=0)
@@ -331,13 +331,13 @@ def test_memory_outlives_the_object_it_came_from(path):
     assert view.tolist() == list(range(10, 20))
 
 
-def test_crossing_inside_of_a_trace():
+def test_to_jax_inside_jit_is_a_constant():
     tensor = torch.arange(4.0)
     result = jax.jit(lambda x: x + to_jax(tensor))(jnp.ones(4))
     assert result.tolist() == [1, 2, 3, 4]
 
 
-def test_10_000_calls_do_not_grow(path):
+def test_ten_thousand_crossings_do_not_leak_memory(path):
     tensor = torch.ones(64)
     step = jax.jit(lambda x: x + 1)
 
@@ -364,7 +364,7 @@ def test_10_000_calls_do_not_grow(path):
     assert resident_bytes() - resident < 8e6
 
 
-def test_large_arrays_go_back():
+def test_large_arrays_are_freed_after_crossing():
     resident = None
     for turn in range(60):
         tensor = torch.ones(1 << 20)
@@ -376,7 +376,7 @@ def test_large_arrays_go_back():
     assert resident_bytes() - resident < 100e6
 
 
-def test_threads():
+def test_crossings_in_threads_keep_results_apart():
     failures = []
 
     def work(seed):
@@ -399,7 +399,7 @@ def in_another_process(queue):
     queue.put((to_torch(to_jax(tensor) + 1)).tolist())
 
 
-def test_spawned_process(monkeypatch):
+def test_crossing_in_a_spawned_process_keeps_values(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
@@ -429,7 +429,7 @@ os._exit(2)
 """
 
 
-def test_forked_process_is_refused():
+def test_crossing_in_a_forked_process_raises_runtime_error():
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     assert subprocess.run([sys.executable, "-c", FORKED], env=environment, timeout=120).returncode == 7
 
@@ -444,7 +444,7 @@ class Device:
         return lambda: self.passed >= at
 
 
-def test_owners_stay_until_the_device_has_passed():
+def test_limbo_keeps_owners_until_the_device_has_passed():
     limbo, device = _lifetimes.Limbo(), Device()
     owners = [torch.ones(1) for _ in range(4)]
     freed = []
@@ -461,7 +461,7 @@ def test_owners_stay_until_the_device_has_passed():
     assert freed == [0, 1, 2, 3]
 
 
-def test_release_may_come_back_into_itself():
+def test_limbo_release_is_reentrant():
     limbo = _lifetimes.Limbo()
 
     class Owner:
@@ -474,7 +474,7 @@ def test_release_may_come_back_into_itself():
     assert len(limbo) == 1
 
 
-def test_end_of_a_storage_is_noticed_after_its_last_view():
+def test_watch_reports_a_storage_after_its_last_view():
     ended = []
     tensor = to_torch(jnp.arange(8.0))
     _lifetimes.watch(tensor.untyped_storage(), ended.append, "storage")
@@ -488,7 +488,7 @@ def test_end_of_a_storage_is_noticed_after_its_last_view():
     assert ended == ["storage"]
 
 
-def test_release_by_jax_is_noticed():
+def test_watch_reports_release_by_jax():
     ended = []
     tensor = torch.arange(16.0)
     alias = tensor.detach()
@@ -504,7 +504,7 @@ def test_release_by_jax_is_noticed():
     assert ended == ["alias"]
 
 
-def test_little_memory_waits_for_a_fence_in_company(monkeypatch):
+def test_settle_fences_small_storages_together(monkeypatch):
     monkeypatch.setattr(_lifetimes, "limbo", _lifetimes.Limbo())
     fences = []
 
@@ -532,7 +532,7 @@ def test_little_memory_waits_for_a_fence_in_company(monkeypatch):
     del _lifetimes._dropped[7]
 
 
-def test_no_gpu_says_so():
+def test_cuda_device_without_a_gpu_raises_value_error():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=r"JAX has no CUDA device.*jax\[cuda13\]"):

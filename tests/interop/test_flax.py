@@ -57,7 +57,7 @@ def assert_trees_close(actual, expected):
 @pytest.mark.parametrize(
     ("shape", "is_causal"), [((40, WIDTH), False), ((2, 40, WIDTH), True), ((2, 3, 20, WIDTH), False)], ids=str
 )
-def test_linen_forward_and_gradient(shape, is_causal):
+def test_linen_attention_matches_the_baseline_with_gradients(shape, is_causal):
     inputs, weights = random_inputs(shape), random_inputs(shape, seed=1)
     ours, baseline = (
         nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=function)
@@ -81,7 +81,7 @@ def test_linen_forward_and_gradient(shape, is_causal):
     [((40, WIDTH), True, HEADS), ((2, 40, WIDTH), False, 2), ((2, 3, 20, WIDTH), True, 1)],
     ids=str,
 )
-def test_nnx_forward_and_gradient(shape, is_causal, key_heads):
+def test_nnx_attention_matches_the_baseline_with_gradients(shape, is_causal, key_heads):
     inputs, weights = random_inputs(shape), random_inputs(shape, seed=1)
 
     def weighted(module, inputs):
@@ -102,7 +102,7 @@ def test_nnx_is_causal_argument_asks_for_causal_blocks():
     np.testing.assert_array_equal(asked, nnx_module(attention_fn(block_size=BLOCK, is_causal=True))(inputs))
 
 
-def test_linen_without_attention_dropout_in_evaluation():
+def test_linen_with_dropout_in_evaluation_is_finite():
     inputs = random_inputs((2, 40, WIDTH))
     module = nn.MultiHeadDotProductAttention(
         num_heads=HEADS, dropout_rate=0.5, attention_fn=attention_fn(block_size=BLOCK)
@@ -112,7 +112,7 @@ def test_linen_without_attention_dropout_in_evaluation():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_module_dtype_decides(dtype):
+def test_attention_fn_returns_the_module_dtype(dtype):
     inputs = random_inputs((2, 40, WIDTH))
     output = nnx_module(attention_fn(block_size=BLOCK), dtype=dtype)(inputs)
     assert output.dtype == dtype
@@ -126,7 +126,7 @@ def test_mixed_dtypes_are_promoted():
     assert output.dtype == jnp.float32
 
 
-def test_scale():
+def test_scale_matches_the_baseline():
     query, key, value = (random_inputs((2, 20, HEADS, 8), seed) for seed in range(3))
     output = attention_fn(block_size=BLOCK, scale=0.7)(query, key, value)
     expected = jax.nn.dot_product_attention(query, key, value, mask=block_mask(20, False)[None, None], scale=0.7)
@@ -146,7 +146,7 @@ def rotate_with(cos, sin):
     return rotate
 
 
-def test_rotary():
+def test_rotary_matches_the_baseline():
     cos, sin = rotary_tables(40, WIDTH // HEADS // 2)
     inputs = random_inputs((2, 3, 40, WIDTH))
     ours = nnx_module(attention_fn(block_size=BLOCK, rotary=Rotary(cos, sin)))
@@ -186,7 +186,7 @@ def test_mask_that_removes_nothing_within_blocks_is_accepted(is_causal):
         np.testing.assert_array_equal(module(inputs, mask=mask), expected)
 
 
-def test_mask_that_cannot_be_honoured_is_refused():
+def test_unsupported_mask_raises_with_a_remedy():
     inputs = random_inputs((2, 40, WIDTH))
     module = nnx_module(attention_fn(block_size=BLOCK))
     with pytest.raises(NotImplementedError, match="is_causal=True"):
@@ -200,7 +200,7 @@ def test_mask_that_cannot_be_honoured_is_refused():
         module(inputs, mask=np.ones((1, 1, 39, 39), bool))
 
 
-def test_traced_mask_is_refused():
+def test_traced_mask_raises_not_implemented_error():
     module = nnx_module(attention_fn(block_size=BLOCK))
     with pytest.raises(NotImplementedError, match="mask=None"):
         nnx.jit(lambda module, inputs, mask: module(inputs, mask=mask))(
@@ -208,7 +208,7 @@ def test_traced_mask_is_refused():
         )
 
 
-def test_dropout_in_training_is_refused():
+def test_dropout_in_training_raises_not_implemented_error():
     inputs = random_inputs((2, 40, WIDTH))
     module = nnx_module(attention_fn(block_size=BLOCK), dropout_rate=0.1)
     with pytest.raises(NotImplementedError, match=r"dropout_rate=0\.1.*dropout_rate=0\.0"):
@@ -220,7 +220,7 @@ def test_dropout_in_training_is_refused():
         linen.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, inputs, deterministic=False)
 
 
-def test_sowing_is_refused():
+def test_sow_weights_raises_not_implemented_error():
     inputs = random_inputs((2, 40, WIDTH))
     with pytest.raises(NotImplementedError, match="sow_weights=False"):
         nnx_module(attention_fn(block_size=BLOCK))(inputs, sow_weights=True)
@@ -229,7 +229,7 @@ def test_sowing_is_refused():
         linen.init(jax.random.key(0), inputs, sow_weights=True)
 
 
-def test_replaced_einsum_is_refused():
+def test_replaced_einsum_raises_not_implemented_error():
     linen = nn.MultiHeadDotProductAttention(
         num_heads=HEADS,
         attention_fn=attention_fn(block_size=BLOCK),
@@ -239,20 +239,20 @@ def test_replaced_einsum_is_refused():
         linen.init(jax.random.key(0), random_inputs((2, 40, WIDTH)))
 
 
-def test_cross_attention_is_refused():
+def test_cross_attention_raises_not_implemented_error():
     module = nnx_module(attention_fn(block_size=BLOCK))
     with pytest.raises(NotImplementedError, match=r"lengths 40 of `query`, 24 of `key`"):
         module(random_inputs((2, 40, WIDTH)), random_inputs((2, 24, WIDTH)))
 
 
-def test_decoding_is_refused():
+def test_decoding_raises_not_implemented_error():
     module = nnx_module(attention_fn(block_size=BLOCK), decode=True)
     module.init_cache((2, 40, WIDTH))
     with pytest.raises(NotImplementedError, match="decode=True"):
         module(random_inputs((2, 1, WIDTH)))
 
 
-def test_bad_shapes_are_refused():
+def test_bad_shapes_raise_value_error():
     attend = attention_fn(block_size=BLOCK)
     array = random_inputs((2, 20, HEADS, 8))
     with pytest.raises(ValueError, match=r"\[\*batch, length, heads, head_dim\]"):

@@ -55,7 +55,7 @@ class Config:
 
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("name", MAKERS)
-def test_attention_fn_copied_equals_itself_and_computes_the_same(name, how):
+def test_copied_attention_fn_is_equal_and_gives_equal_results(name, how):
     function = MAKERS[name]()
     found = COPIES[how](Config("model", function)).attention_fn
     assert found == function and hash(found) == hash(function)
@@ -65,7 +65,7 @@ def test_attention_fn_copied_equals_itself_and_computes_the_same(name, how):
 
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("name", MAKERS)
-def test_modules_with_an_attention_fn_are_copied(name, how):
+def test_copied_modules_with_an_attention_fn_give_equal_results(name, how):
     x = jax.random.normal(jax.random.key(0), (2, 40, WIDTH))
     function = MAKERS[name]()
     module = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, attention_fn=function, rngs=nnx.Rngs(0))

@@ -63,7 +63,7 @@ def assert_trees_close(actual, expected):
 
 
 @pytest.mark.parametrize(("shape", "is_causal"), [((LENGTH, WIDTH), False), ((2, LENGTH, WIDTH), True)], ids=str)
-def test_linen_forward_and_gradient(shape, is_causal):
+def test_linen_attention_matches_the_baseline_with_gradients(shape, is_causal):
     inputs, weights = random_inputs(shape), random_inputs(shape, seed=1)
     ours, baseline = map(linen_module, (moba(is_causal=is_causal), baseline_fn(is_causal)))
     variables = baseline.init(jax.random.key(2), inputs)
@@ -81,7 +81,7 @@ def test_linen_forward_and_gradient(shape, is_causal):
 @pytest.mark.parametrize(
     ("shape", "is_causal", "key_heads"), [((2, LENGTH, WIDTH), True, 2), ((2, 2, LENGTH, WIDTH), False, HEADS)], ids=str
 )
-def test_nnx_forward_and_gradient(shape, is_causal, key_heads):
+def test_nnx_attention_matches_the_baseline_with_gradients(shape, is_causal, key_heads):
     inputs, weights = random_inputs(shape), random_inputs(shape, seed=1)
 
     def weighted(module, inputs):
@@ -103,7 +103,7 @@ def test_nnx_is_causal_argument_asks_for_causal_attention():
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_masks_of_keys_take_keys_out(is_causal):
+def test_key_masks_match_the_baseline(is_causal):
     inputs = random_inputs((2, LENGTH, WIDTH))
     keys = np.random.default_rng(0).uniform(size=(2, LENGTH)) < 0.6
     # Queries that see nothing have no defined result in the baseline.
@@ -134,7 +134,7 @@ def test_masks_that_remove_nothing_are_accepted():
         whole(inputs, mask=causal)
 
 
-def test_masks_that_cannot_be_honoured_are_refused():
+def test_unsupported_masks_raise_with_a_remedy():
     inputs = random_inputs((2, LENGTH, WIDTH))
     module = nnx_module(moba())
     window = np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-20, dtype=bool)
@@ -147,7 +147,7 @@ def test_masks_that_cannot_be_honoured_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["positions of the sequence", "given positions", "per token"])
-def test_rotary(kind):
+def test_rotary_matches_the_baseline(kind):
     inputs = random_inputs((2, LENGTH, WIDTH))
     cos, sin = rotary_tables(64, WIDTH // HEADS)
     positions = np.random.default_rng(0).integers(0, 64, size=(2, LENGTH)).astype(np.int32)
@@ -160,7 +160,7 @@ def test_rotary(kind):
     np.testing.assert_allclose(ours, expected, rtol=5e-5, atol=5e-5)
 
 
-def test_cross_attention():
+def test_cross_attention_is_supported_only_without_causality_and_rotary():
     query, other = random_inputs((2, 9, WIDTH)), random_inputs((2, LENGTH, WIDTH), seed=1)
     ours, baseline = (nnx_module(f) for f in (moba(is_causal=False), baseline_fn(False)))
     np.testing.assert_allclose(ours(query, other), baseline(query, other), rtol=5e-5, atol=5e-5)
@@ -171,14 +171,14 @@ def test_cross_attention():
         nnx_module(moba(is_causal=False, rotary=rotary))(query, other)
 
 
-def test_decoding_is_refused():
+def test_decoding_raises_not_implemented_error():
     module = nnx_module(moba(), decode=True)
     module.init_cache((2, LENGTH, WIDTH))
     with pytest.raises(NotImplementedError, match="decode=True"):
         module(random_inputs((2, 1, WIDTH)))
 
 
-def test_dropout_sowing_and_replaced_products_are_refused():
+def test_dropout_sowing_and_replaced_einsum_raise_not_implemented_error():
     inputs = random_inputs((2, LENGTH, WIDTH))
     with pytest.raises(NotImplementedError, match=r"dropout_rate=0\.1.*dropout_rate=0\.0"):
         nnx_module(moba(), dropout_rate=0.1)(inputs, deterministic=False)
@@ -188,7 +188,7 @@ def test_dropout_sowing_and_replaced_products_are_refused():
         linen_module(moba(), qk_attn_weights_einsum_cls=lambda: jnp.einsum).init(jax.random.key(0), inputs)
 
 
-def test_module_dtype_decides():
+def test_moba_attention_fn_returns_the_module_dtype():
     inputs = random_inputs((2, LENGTH, WIDTH))
     output = nnx_module(moba(top_k=3), dtype=jnp.bfloat16)(inputs)
     assert output.dtype == jnp.bfloat16

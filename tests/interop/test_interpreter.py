@@ -58,7 +58,7 @@ def random(*shape, dtype="float32", seed=0):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_masked_elementwise_kernel(dtype):
+def test_masked_elementwise_kernel_matches_numpy(dtype):
     x, y = random(1000, dtype=dtype), random(1000, dtype=dtype, seed=1)
     (out,) = interpret(AddSpec(1000, dtype), x, y)
     exact = x.astype(np.float32) + np.float32(0.5) * y.astype(np.float32)
@@ -66,7 +66,7 @@ def test_masked_elementwise_kernel(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_matmul_through_descriptors_with_a_ragged_edge(dtype):
+def test_matmul_through_descriptors_with_a_partial_tile_matches_numpy(dtype):
     a, b = random(200, 128, dtype=dtype), random(128, 128, dtype=dtype, seed=1)
     (product,) = interpret(MatmulSpec(200, 128, 128, dtype), a, b)
     exact = a.astype(np.float64) @ b.astype(np.float64)
@@ -74,13 +74,13 @@ def test_matmul_through_descriptors_with_a_ragged_edge(dtype):
     np.testing.assert_allclose(product.astype(np.float64), exact, rtol=tolerance, atol=16 * 2**-20)
 
 
-def test_descriptors_for_stores_and_on_the_device():
+def test_descriptors_for_stores_and_on_the_device_match_numpy():
     x = random(80, 64, dtype="float16")
     np.testing.assert_array_equal(interpret(HalvesSpec(80), x)[0], 2 * x)
     np.testing.assert_array_equal(interpret(DeviceDescriptorSpec(80), x)[0], 2 * x)
 
 
-def test_alias_is_a_copy_of_the_input():
+def test_aliased_output_is_a_copy_of_the_input():
     values = np.arange(300, dtype=np.int32)
     after, sums = interpret(IncrementSpec(300), values)
     np.testing.assert_array_equal(values, np.arange(300))
@@ -114,7 +114,7 @@ def rotate_kernel(p_x, p_cos, p_sin, p_out, INTERLEAVED: tl.constexpr, ROWS: tl.
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_split_join_permute_and_helpers(interleaved):
+def test_split_join_and_permute_match_numpy(interleaved):
     x, angle = random(32, 16, dtype="bfloat16"), random(32, 8, seed=1)
     (out,) = run(
         rotate_kernel, x, np.cos(angle), np.sin(angle), outputs=[((32, 16), "bfloat16")], grid=(2, 1, 1),
@@ -141,7 +141,7 @@ def softmax_kernel(p_x, p_out, p_most, p_where, p_sum, COLUMNS: tl.constexpr):
     tl.store(p_sum + i_row * COLUMNS + o_column, tl.cumsum(x, 0))
 
 
-def test_reductions_scans_and_directly_imported_builtins():
+def test_reductions_and_scans_match_numpy():
     x = random(5, 32)
     outputs = [((5, 32), "float32"), ((5,), "float32"), ((5,), "int32"), ((5, 32), "float32")]
     out, most, where, sums = run(softmax_kernel, x, outputs=outputs, grid=(5, 1, 1), COLUMNS=Constexpr(32))
@@ -171,7 +171,7 @@ def extremes_kernel(p_x, p_y, p_out, SIZE: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_extremes_of_a_nan_and_a_number_are_the_number_unless_nan_is_propagated(dtype):
+def test_minimum_and_maximum_with_nan_follow_ptx(dtype):
     """As PTX has it: max.f32 and max.NaN.f32."""
     x = np.asarray([np.nan, 0.5, np.nan, -3], np.float32).astype(numpy_dtype(dtype))
     y = np.asarray([2, np.nan, np.nan, 4], np.float32).astype(numpy_dtype(dtype))
@@ -203,7 +203,7 @@ def reduce_kernel(p_x, p_value, p_index, p_rows, ROWS: tl.constexpr, COLUMNS: tl
     tl.store(p_rows, tl.max(tl.max(x, axis=1, keep_dims=True)) + tl.min(x))
 
 
-def test_reduction_with_a_function_of_the_user():
+def test_reduction_with_a_user_function_matches_numpy():
     x = np.round(random(8, 16) * 2)
     outputs = [((8,), "float32"), ((8,), "int32"), ((1,), "float32")]
     value, index, extremes = run(reduce_kernel, x, outputs=outputs, ROWS=Constexpr(8), COLUMNS=Constexpr(16))
@@ -233,7 +233,7 @@ def loops_kernel(p_out, p_wide, num_turns, START: tl.constexpr, TURNS: tl.conste
     tl.store(p_wide + i_program, i_program.to(tl.int64) * 2**33 + tl.cdiv(num_turns, 4))
 
 
-def test_loops_scalars_and_three_dimensional_grids():
+def test_loops_scalars_and_three_dimensional_grids_match_numpy():
     out, wide = run(
         loops_kernel, outputs=[((2, 3, 4), "int32"), ((2, 3, 4), "int64")], grid=(4, 3, 2),
         num_turns=Scalar(7, "i32"), START=Constexpr(1), TURNS=Constexpr(4),
@@ -253,7 +253,7 @@ def low_precision_kernel(p_x, p_y, p_sum, p_product, p_eight, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("eight", ["float8_e4m3fn", "float8_e5m2"])
-def test_arithmetic_in_bfloat16_and_conversion_to_float8(eight):
+def test_bfloat16_arithmetic_and_float8_conversion_match_ml_dtypes(eight):
     x, y = random(64, dtype="bfloat16"), random(64, dtype="bfloat16", seed=1)
     x[:3] = 1e6, -1e6, 0.0
     outputs = [((64,), "bfloat16"), ((64,), "bfloat16"), ((64,), eight)]
@@ -271,7 +271,7 @@ def rounding_kernel(p_x, p_out, N: tl.constexpr):
     tl.store(p_out + o_n, tl.load(p_x + o_n).to(tl.bfloat16))
 
 
-def test_rounding_is_to_nearest_even():
+def test_bfloat16_conversion_rounds_to_nearest_even():
     x = np.array([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, np.nan, np.inf, 3.4e38, -0.0, 1.0], np.float32)
     (out,) = run(rounding_kernel, x, outputs=[((8,), "bfloat16")], N=Constexpr(8))
     expected = np.array([1, 1 + 2**-6, 1 + 2**-7, np.nan, np.inf, np.inf, -0.0, 1], np.float32)
@@ -285,7 +285,7 @@ def atomic_kernel(p_x, p_out, N: tl.constexpr):
     tl.atomic_add(p_out + o_n % 2, tl.load(p_x + o_n))
 
 
-def test_atomics_on_an_aliased_output():
+def test_atomics_on_an_aliased_output_match_numpy():
     start, x = np.zeros(2, np.float32), np.arange(8, dtype=np.float32)
     plan = plan_of(atomic_kernel, [x], [((2,), "float32")], N=Constexpr(8))
     plan = dataclasses.replace(plan, inputs=(*plan.inputs, plan.outputs[0]), aliases=((1, 0),))
@@ -302,7 +302,7 @@ def partial_kernel(p_floats, p_integers, p_flags, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2"])
-def test_elements_left_out_are_conspicuous(dtype):
+def test_unwritten_output_elements_are_poisoned(dtype):
     outputs = [((4,), dtype), ((4,), "int32"), ((4,), "bool")]
     floats, integers, flags = run(partial_kernel, outputs=outputs, N=Constexpr(4))
     np.testing.assert_array_equal(np.isnan(floats.astype(np.float32)), [False, False, True, True])
@@ -325,7 +325,7 @@ def stray_kernel(p_x, p_out, read_offset, write_offset, WRITE_INPUT: tl.constexp
         (0, 0, True, "writes 4 bytes at offset 0 of input 0, which is read-only"),
     ],
 )
-def test_stray_accesses_are_errors(read, write, write_input, message):
+def test_out_of_bounds_accesses_raise_index_error(read, write, write_input, message):
     x = np.arange(4, dtype=np.float32)
     with pytest.raises(IndexError, match=message):
         run(
@@ -344,7 +344,7 @@ def optional_kernel(p_x, p_scale, p_out, N: tl.constexpr):
     tl.store(p_out + o_n, x)
 
 
-def test_optional_pointer():
+def test_optional_pointer_may_be_none():
     x = random(8)
     plan = plan_of(optional_kernel, [x, x[:1]], [((8,), "float32")], N=Constexpr(8))
     np.testing.assert_array_equal(interpret_plan(plan, x, x[:1].copy())[0], x * x[0])
@@ -352,7 +352,7 @@ def test_optional_pointer():
     np.testing.assert_array_equal(interpret_plan(without, x, x[:1].copy())[0], x)
 
 
-def test_arrays_that_do_not_match_are_named():
+def test_mismatched_arrays_raise_value_error():
     x = random(10)
     with pytest.raises(ValueError, match="takes 2 arrays, got 1"):
         interpret(AddSpec(10), x)
@@ -368,7 +368,7 @@ def test_non_contiguous_and_misaligned_inputs_are_copied():
     )
 
 
-def test_the_plan_of_a_named_target_is_interpreted():
+def test_interpret_uses_the_plan_of_the_named_target():
     seen = []
 
     class Recording(AddSpec):
@@ -397,7 +397,7 @@ def triton_state():
     return members, modules, dict(os.environ)
 
 
-def test_nothing_stays_changed():
+def test_interpreter_restores_the_state_of_triton():
     before = triton_state()
     x = random(10)
     interpret(AddSpec(10), x, x)
@@ -411,7 +411,7 @@ def test_nothing_stays_changed():
         rotate_pairs(1, 2, 3, True)
 
 
-def test_kernels_compile_in_other_threads_meanwhile():
+def test_kernels_compile_in_other_threads_during_interpretation():
     x, stop, errors = random(1000), threading.Event(), []
 
     def keep_interpreting():
@@ -445,7 +445,7 @@ def test_kernels_compile_in_other_threads_meanwhile():
     assert not errors
 
 
-def test_interpreting_kernels_defined_in_a_function():
+def test_kernels_defined_in_a_function_are_interpreted():
     factor = tl.constexpr(4)
 
     @triton.jit
@@ -457,7 +457,7 @@ def test_interpreting_kernels_defined_in_a_function():
     np.testing.assert_array_equal(run(scale_kernel, x, outputs=[((16,), "float32")], N=Constexpr(16))[0], 4 * x)
 
 
-def test_errors_point_into_the_kernel():
+def test_errors_have_a_traceback_into_the_kernel():
     @triton.jit
     def failing_kernel(p_out):
         tl.static_assert(False, "on purpose")
@@ -468,11 +468,13 @@ def test_errors_point_into_the_kernel():
     assert str(frame.path) == __file__
     assert (
         "static_assert(False"
-        in inspect.getsource(inspect.getmodule(test_nothing_stays_changed)).splitlines()[frame.lineno]
+        in inspect.getsource(inspect.getmodule(test_interpreter_restores_the_state_of_triton)).splitlines()[
+            frame.lineno
+        ]
     )
 
 
-def test_descriptor_of_an_output_view():
+def test_descriptor_of_an_output_view_writes_the_output():
     @triton.jit
     def fill_kernel(d_out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         d_out.store([tl.program_id(0) * ROWS, 0], tl.full((ROWS, COLUMNS), 1.0, tl.float32))

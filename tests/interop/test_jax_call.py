@@ -37,20 +37,20 @@ def vector():
 
 
 @pytest.mark.versions
-def test_available_here():
+def test_jax_launch_is_available():
     assert available() is None
 
 
 @pytest.mark.versions
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_lowers_for_cuda_without_a_gpu(arch, vector):
+def test_launch_lowers_for_cuda_without_a_gpu(arch, vector):
     text = lowered_text(add, vector, vector, arch=arch)
     assert text.count(CALL) == 1
     assert "mhlo.backend_config = {opaque = " in text
     assert "has_side_effect = true" not in text
 
 
-def test_traces_under_different_targets_are_kept_apart():
+def test_traces_for_different_targets_are_cached_separately():
     a, b = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
     function = jax.jit(lambda a, b: launch(MatmulSpec(64, 64, 64), a, b)[0])
 
@@ -67,33 +67,33 @@ def test_traces_under_different_targets_are_kept_apart():
     assert ampere != blackwell
 
 
-def test_without_a_target_or_gpu_the_error_names_the_remedy(vector):
+def test_lowering_without_a_target_or_gpu_raises_runtime_error_with_a_remedy(vector):
     if any(device.platform == "gpu" for device in jax.devices()):
         pytest.skip("this machine has a GPU to compile for")
     with pytest.raises(RuntimeError, match=r"inside blockdiag.interop.compile_target\(arch\)"):
         jax.jit(add).trace(vector, vector).lower(lowering_platforms=("cuda",))
 
 
-def test_unknown_target_is_refused():
+def test_compile_target_of_an_unknown_architecture_raises_value_error():
     with pytest.raises(ValueError, match="`arch` must be one of"):
         compile_target(42)
     with compile_target(42, num_sms=7):
         pass
 
 
-def test_cpu_needs_the_interpreter_by_name(vector):
+def test_launch_on_a_cpu_without_interpret_raises_not_implemented_error(vector):
     with jax.default_device(jax.devices("cpu")[0]), pytest.raises(NotImplementedError, match="interpret=True"):
         jax.jit(add)(vector, vector)
 
 
 @pytest.mark.versions
-def test_eager_and_jitted_interpretation(vector):
+def test_interpreted_launch_matches_numpy_eagerly_and_under_jit(vector):
     expected = np.asarray(vector * 1.5)
     for function in (add, jax.jit(add, static_argnames="interpret")):
         np.testing.assert_array_equal(function(vector, vector, interpret=True), expected)
 
 
-def test_bfloat16_through_the_callback():
+def test_interpreted_bfloat16_matmul_matches_float32():
     x = jnp.arange(64 * 64, dtype=jnp.bfloat16).reshape(64, 64) / 4096
     (product,) = jax.jit(lambda a, b: launch(MatmulSpec(64, 64, 64), a, b, interpret=True))(x, x.T)
     assert product.dtype == jnp.bfloat16
@@ -120,7 +120,7 @@ def test_aliases_reach_the_custom_call():
     assert "output_operand_alias<output_tuple_indices = [1], operand_index = 0" in text
 
 
-def test_launches_say_how_long_they_take():
+def test_launches_carry_their_estimated_latency():
     """XLA plans transfers between devices beside a launch by this."""
 
     def nanoseconds(tokens):
@@ -136,7 +136,7 @@ def test_launches_say_how_long_they_take():
     assert nanoseconds(4 * 8192) == pytest.approx(4 * nanoseconds(8192) - 3000, rel=0.01)
 
 
-def test_output_used_by_two_parameters():
+def test_output_used_by_two_parameters_is_allocated_once():
     x = jnp.ones((80, 64), jnp.float16)
     text = lowered_text(lambda x: launch(HalvesSpec(80), x), x)
     assert "stablehlo.custom_call @AllocateBuffer" in text
@@ -154,7 +154,7 @@ def test_gluon_kernel_lowers():
         interpret(GluonCopySpec(80), np.asarray(x))
 
 
-def test_wrong_arrays_are_named(vector):
+def test_mismatched_arrays_raise_value_error(vector):
     with pytest.raises(ValueError, match="takes 2 arrays, got 1"):
         launch(AddSpec(1000), vector)
     with pytest.raises(ValueError, match=r"array 1 must be float32\[1000\], got float32\[999\]"):
@@ -163,7 +163,7 @@ def test_wrong_arrays_are_named(vector):
         launch(AddSpec(1000), vector.astype(jnp.int32), vector)
 
 
-def test_raw_launch_names_custom_vjp_and_custom_vmap(vector):
+def test_launch_under_grad_or_vmap_raises_not_implemented_error(vector):
     with pytest.raises(NotImplementedError, match=r"jax\.custom_vjp"):
         jax.jvp(lambda x: add(x, x), (vector,), (vector,))
     with pytest.raises(NotImplementedError, match=r"jax\.custom_vjp"):
@@ -187,7 +187,7 @@ def add_with_gradient(x, y):
     return function(x, y)
 
 
-def test_gradient_through_custom_vjp_and_remat(vector):
+def test_gradient_through_custom_vjp_and_checkpoint_matches_the_reference(vector):
     def loss(x):
         return jnp.sum(jax.checkpoint(add_with_gradient)(jnp.sin(x), x) ** 2)
 
@@ -197,7 +197,7 @@ def test_gradient_through_custom_vjp_and_remat(vector):
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(vector), jax.grad(exact)(vector), rtol=1e-5, atol=1e-3)
 
 
-def test_remat_launches_again_only_what_it_must(vector):
+def test_checkpoint_repeats_only_the_necessary_launches(vector):
     @jax.custom_vjp
     def function(x):
         return add(x, x)
@@ -235,7 +235,7 @@ def test_shard_map_marks_outputs_as_varying(mesh, vector):
         )
 
 
-def test_shard_map_mixes_sharded_and_replicated_inputs(mesh, vector):
+def test_shard_map_accepts_sharded_and_replicated_inputs(mesh, vector):
     small = vector[:250]
     outputs = jax.jit(jax.shard_map(interpreted_add, mesh=mesh, in_specs=(SHARDED, REPLICATED), out_specs=SHARDED))(
         vector, small
@@ -252,7 +252,7 @@ def test_replicated_inputs_give_replicated_outputs(mesh, vector):
 
 @pytest.mark.versions
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradient_inside_and_outside_shard_map(mesh, vector, check_vma):
+def test_gradient_of_shard_map_matches_the_reference(mesh, vector, check_vma):
     def loss(x, y):
         # A custom_vjp must see operands that vary alike: the pcast's transpose sums the cotangent of a shared one.
         y = jax.lax.pcast(y, "data", to="varying") if check_vma else y
@@ -266,7 +266,7 @@ def test_gradient_inside_and_outside_shard_map(mesh, vector, check_vma):
     np.testing.assert_allclose(y_gradient, total.reshape(4, 250).sum(0), rtol=1e-6)
 
 
-def test_gradient_taken_within_shard_map(mesh, vector):
+def test_gradient_within_shard_map_matches_the_reference(mesh, vector):
     def gradient(x):
         return jax.grad(lambda x: jnp.sum(add_with_gradient(x, x)))(x)
 
@@ -279,7 +279,7 @@ def test_shard_map_lowers_for_cuda(mesh, vector):
     assert re.search(CALL + r".*tensor<250xf32>", lowered_text(function, vector, vector))
 
 
-def test_explicitly_sharded_mesh(vector):
+def test_shard_map_on_an_explicit_mesh_keeps_the_sharding(vector):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         sharded = jax.device_put(vector, jax.NamedSharding(mesh, SHARDED))
@@ -290,7 +290,7 @@ def test_explicitly_sharded_mesh(vector):
 
 
 @pytest.mark.versions
-def test_export_round_trip(vector):
+def test_export_without_the_disabled_check_raises_value_error(vector):
     with compile_target(90):
         exported = jax.export.export(jax.jit(add), platforms=("cuda",), disabled_checks=EXPORT_DISABLED_CHECKS)(
             vector, vector
@@ -300,7 +300,7 @@ def test_export_round_trip(vector):
         jax.export.export(jax.jit(add), platforms=("cuda",))(vector, vector)
 
 
-def test_export_serialises(vector):
+def test_exported_launch_serialises(vector):
     pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers to serialise")
     with compile_target(90):
         exported = jax.export.export(jax.jit(add), platforms=("cuda",), disabled_checks=EXPORT_DISABLED_CHECKS)(
@@ -319,7 +319,7 @@ def test_platform_dependent_takes_the_branch_of_its_platform(vector):
     assert CALL in lowered_text(function, vector)
 
 
-def test_callbacks_from_many_threads_of_one_program():
+def test_interpreted_launches_of_one_program_run_in_many_threads():
     x = jnp.ones(1 << 16)
 
     @jax.jit
@@ -330,7 +330,7 @@ def test_callbacks_from_many_threads_of_one_program():
     np.testing.assert_array_equal(function(x), jnp.full(1 << 16, 6.0 + sum(range(6))))
 
 
-def test_with_64_bit_types_enabled(vector):
+def test_launch_with_x64_enabled_keeps_float32(vector):
     with jax.enable_x64(True):
         outputs = jax.jit(add, static_argnames="interpret")(vector, vector, interpret=True)
         assert outputs.dtype == jnp.float32
@@ -338,7 +338,7 @@ def test_with_64_bit_types_enabled(vector):
     np.testing.assert_array_equal(outputs, vector * 1.5)
 
 
-def test_inside_scan(vector):
+def test_launch_inside_scan_matches_the_reference(vector):
     def body(carry, _):
         return add(carry, carry, interpret=True), None
 
@@ -366,7 +366,7 @@ def compiled_together(monkeypatch):
 
 
 @pytest.mark.versions
-def test_launches_together_are_those_made_alone(vector, compiled_together):
+def test_launch_together_equals_separate_launches(vector, compiled_together):
     def alone(x, y):
         specs = [AddSpec(x.size, alpha=alpha, block=block) for alpha, block in ((1, 128), (2, 256), (3, 512))]
         return [launch(spec, x, y)[0] for spec in specs]
@@ -396,14 +396,14 @@ def test_nothing_is_compiled_before_lowering(vector, monkeypatch):
             traced.lower(lowering_platforms=("cuda",))
 
 
-def test_launches_that_nobody_uses_are_not_compiled(vector, compiled_together):
+def test_unused_launches_are_not_compiled(vector, compiled_together):
     text = lowered_text(lambda x, y: three(x, y)[::2], vector, vector)
     assert text.count(CALL) == 2 and compiled_together == [[128, 512]]
     assert lowered_text(lambda x, y: jnp.sin(x) if three(x, y) else x, vector, vector).count(CALL) == 0
     assert len(compiled_together) == 1
 
 
-def test_launches_together_name_custom_vjp_and_custom_vmap(vector):
+def test_launch_together_with_unsupported_use_raises(vector):
     with pytest.raises(NotImplementedError, match=r"kernel 'add'.*jax\.custom_vjp"):
         jax.jvp(three, (vector, vector), (vector, vector))
     with pytest.raises(NotImplementedError, match=r"kernel 'add'.*custom_vmap"):
@@ -412,7 +412,7 @@ def test_launches_together_name_custom_vjp_and_custom_vmap(vector):
         launch_together([(AddSpec(1000), (vector, vector)), (AddSpec(1000), (vector, vector[1:]))])
 
 
-def test_launches_together_in_shard_map_and_elsewhere(mesh, vector):
+def test_launch_together_runs_in_shard_map(mesh, vector):
     def summed(x, y):
         return sum(three(x, y, interpret=True))
 
@@ -464,7 +464,7 @@ def test_kernels_for_the_gpu_of_the_process_are_assembled_ahead(vector, assemble
     assert words in text_for_own_gpu(launch_alone(plan, target), vector, vector)
 
 
-def test_launches_together_are_assembled_ahead(vector, assembled):
+def test_launch_together_kernels_are_assembled_ahead(vector, assembled):
     text_for_own_gpu(
         lambda x: launch_together([(AddSpec(x.size), (x, x)), (AddSpec(x.size, block=128), (x, x))]), vector
     )
@@ -477,7 +477,7 @@ def test_kernels_for_another_gpu_are_not_assembled(vector, assembled):
     assert not assembled
 
 
-def test_kernels_of_programs_on_disk_are_not_assembled_ahead(vector, assembled, tmp_path):
+def test_kernels_of_programs_in_the_compilation_cache_are_not_assembled_ahead(vector, assembled, tmp_path):
     former = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:
@@ -487,7 +487,7 @@ def test_kernels_of_programs_on_disk_are_not_assembled_ahead(vector, assembled, 
     assert not assembled
 
 
-def test_the_derivative_of_a_fused_region_is_compiled_beside_it(compiled_names):
+def test_backward_kernels_of_a_fused_region_are_compiled_with_the_forward_kernel(compiled_names):
     from tests.fusion.resident_cases import CASES
 
     ahead, together = compiled_names
@@ -516,7 +516,7 @@ def test_the_derivative_of_a_fused_region_is_compiled_beside_it(compiled_names):
         (80, {"fused_rows", "fused_columns", "fused_pairs"}),
     ],
 )
-def test_what_is_never_lowered_on_a_target_is_not_compiled_for_it(compiled_names, arch, expected):
+def test_kernels_that_are_not_lowered_for_a_target_are_not_compiled_for_it(compiled_names, arch, expected):
     from tests.fusion.resident_cases import CASES
 
     ahead, _ = compiled_names

@@ -76,7 +76,7 @@ def plan_with(*arguments, outputs=1, aliases=()) -> LaunchPlan:
         ),
     ],
 )
-def test_buffer_layout(plan, operands, results, aliases):
+def test_lay_out_buffers_orders_operands_and_results(plan, operands, results, aliases):
     layout = jaxlib_launcher.lay_out_buffers(plan)
     assert list(layout.operands) == operands
     assert layout.results == results
@@ -99,7 +99,7 @@ def test_buffer_layout(plan, operands, results, aliases):
         plan_with(X, X, Y, aliases=((0, 0),)),
     ],
 )
-def test_layouts_that_the_launcher_cannot_serve(plan):
+def test_unsupported_buffer_layouts_raise_not_implemented_error(plan):
     with pytest.raises(NotImplementedError, match="Put outputs after inputs"):
         jaxlib_launcher.lay_out_buffers(plan)
 
@@ -178,7 +178,7 @@ def test_dropping_line_information_changes_no_instruction(spec, tmp_path):
     assert instructions[0] == instructions[1] and b"EXIT" in instructions[0]
 
 
-def test_opaque_message_has_the_real_number_of_warps():
+def test_opaque_message_has_the_compiled_number_of_warps():
     _, kernel = kernel_call_of(MatmulSpec(1000, 256, 256, block=128, specialize=True), Target(100, 148))
     assert kernel[2][0] > 4
 
@@ -214,7 +214,7 @@ def entry_with(compiled, change: int):
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_build_opaque_of_an_entry_with_unknown_parameters_is_refused(change):
+def test_build_opaque_with_unknown_entry_parameters_raises_not_implemented_error(change):
     target = Target(90, 132)
     for spec in (AddSpec(1000), MatmulSpec(200, 128, 256)):
         plan = spec.plan(target)
@@ -223,7 +223,7 @@ def test_build_opaque_of_an_entry_with_unknown_parameters_is_refused(change):
             jaxlib_launcher.build_opaque(plan, entry_with(compiled, change))
 
 
-def test_build_opaque_of_decomposed_descriptors_passes_as_many_flags_as_the_entry_takes():
+def test_build_opaque_of_decomposed_descriptors_passes_the_flags_of_the_entry():
     target = Target(80, 108)
     plan = MatmulSpec(200, 128, 256).plan(target)
     compiled = compile_plan(plan, target)
@@ -270,7 +270,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(("names", "problem"), UNKNOWN.values(), ids=UNKNOWN)
-def test_unknown_launcher_is_refused_with_a_remedy(names, problem, launcher):
+def test_unknown_launcher_is_unavailable_with_a_remedy(names, problem, launcher):
     launcher(**names)
     reason = jaxlib_launcher.availability()
     assert f"jaxlib {importlib.metadata.version('jaxlib')} has no launcher" in reason and problem in reason
@@ -291,7 +291,7 @@ def test_launcher_of_the_known_form_is_available_whatever_the_version(version, l
     assert jaxlib_launcher.describe_features()[0].is_fast
 
 
-def test_missing_packages_are_named(monkeypatch):
+def test_availability_without_packages_names_them(monkeypatch):
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -304,7 +304,7 @@ def test_missing_packages_are_named(monkeypatch):
     assert "triton is not installed" in jax_call.available()
 
 
-def test_layout_of_descriptors_counts_like_pointers():
+def test_lay_out_buffers_treats_descriptors_like_pointers():
     spec = MatmulSpec(64, 64, 64)
     plan = spec.plan(Target(90, 1))
     twice = dataclasses.replace(

@@ -83,7 +83,7 @@ def torch_launch(spec, *tensors):
 
 
 @pytest.mark.parametrize("spec", EXAMPLES, ids=lambda spec: f"{spec.name}-{spec.inputs[0].dtype}")
-def test_doors_agree_bitwise_and_are_right(spec):
+def test_torch_and_jax_launches_are_equal_bitwise_and_accurate(spec):
     inputs = host_inputs(spec)
     from_jax = jax.jit(lambda *arrays: launch(spec, *arrays))(*inputs)
     from_torch = torch_launch(spec, *map(to_torch, inputs))
@@ -98,14 +98,14 @@ def test_doors_agree_bitwise_and_are_right(spec):
         np.testing.assert_array_equal(bits(first), bits(second))
 
 
-def test_session_target_is_the_device():
+def test_session_target_is_that_of_the_device():
     properties = torch.cuda.get_device_properties(0)
     target = session_target()
     assert target.arch == properties.major * 10 + properties.minor
     assert target.num_sms == properties.multi_processor_count
 
 
-def test_native_triton_still_works_afterwards():
+def test_native_triton_works_after_launches_and_interpretation():
     x = jnp.arange(1000, dtype=jnp.float32)
     (through_jax,) = launch(AddSpec(1000), x, x)
     tensor = torch.arange(1000, dtype=torch.float32, device="cuda")
@@ -117,7 +117,7 @@ def test_native_triton_still_works_afterwards():
     np.testing.assert_array_equal(out.cpu().numpy(), np.asarray(x) * 2.5)
 
 
-def test_alias_with_and_without_donation():
+def test_aliased_output_keeps_the_input_unless_donated():
     spec = IncrementSpec(300)
     values = jnp.arange(300, dtype=jnp.int32)
     after, _ = jax.jit(lambda values: launch(spec, values))(values)
@@ -139,7 +139,7 @@ def test_output_used_twice_costs_no_copy():
     assert memory.temp_size_in_bytes < x.nbytes
 
 
-def test_many_launches_in_one_program():
+def test_many_launches_in_one_program_match_numpy():
     x = jnp.ones(1 << 12, jnp.float32)
     spec = AddSpec(1 << 12, alpha=2.0**-10)
 
@@ -156,7 +156,7 @@ def test_many_launches_in_one_program():
         np.testing.assert_allclose(chain(x), np.full(1 << 12, expected), rtol=1e-6)
 
 
-def test_export_runs():
+def test_exported_launch_runs():
     pytest.importorskip("flatbuffers")
     x = jnp.arange(1000, dtype=jnp.float32)
     exported = jax.export.export(
@@ -184,7 +184,7 @@ def test_torch_launches_on_the_current_stream():
         assert (output == 1.5 * value).all()
 
 
-def test_torch_launch_inside_a_cuda_graph():
+def test_torch_launch_runs_inside_a_cuda_graph():
     spec = MatmulSpec(200, 128, 256)
     a, b = map(to_torch, host_inputs(spec))
     (before,) = torch_launch(spec, a, b)
@@ -210,7 +210,7 @@ def test_torch_caches_do_not_grow_with_scalars():
 
 
 @pytest.mark.multigpu
-def test_second_gpu_through_both_doors(two_gpus):
+def test_launches_on_the_second_gpu_equal_the_first_bitwise(two_gpus):
     spec = MatmulSpec(200, 128, 256)
     inputs = host_inputs(spec)
     first, second = (
@@ -228,7 +228,7 @@ def test_second_gpu_through_both_doors(two_gpus):
 
 
 @pytest.mark.multigpu
-def test_shard_map_over_gpus(two_gpus):
+def test_shard_map_over_two_gpus_matches_numpy(two_gpus):
     devices = jax.local_devices(backend="cuda")[:2]
     mesh = jax.make_mesh((2,), ("data",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
     x = jnp.arange(2000, dtype=jnp.float32)
@@ -245,7 +245,7 @@ def test_shard_map_over_gpus(two_gpus):
     np.testing.assert_allclose(total, np.sum(np.asarray(x) * 1.5), rtol=1e-5)
 
 
-def test_shard_map_on_one_gpu():
+def test_shard_map_on_one_gpu_matches_numpy():
     mesh = jax.make_mesh(
         (1,), ("data",), devices=jax.local_devices(backend="cuda")[:1], axis_types=(jax.sharding.AxisType.Auto,)
     )

@@ -96,7 +96,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_wrap_jax_without_flags_still_refuses_transforms(transform, install):
+def test_wrap_jax_without_flags_raises_type_error_under_transforms(transform, install):
     wrapped = wrap_jax(jnp.sin)
     transform_free = wrapped(torch.ones(3))
     install(without_flags())
@@ -113,7 +113,7 @@ def test_wrap_jax_without_flags_still_has_gradients(install):
     assert dlpack.to_jax(torch.empty(0, 3)).shape == (0, 3)
 
 
-def test_tangents_are_refused_without_the_level_of_forward_mode(monkeypatch):
+def test_wrap_jax_without_the_forward_mode_level_raises_type_error_for_tangents(monkeypatch):
     monkeypatch.setattr(private_torch, "forward_ad", Stripped(forward_ad, "_current_level"))
     wrapped = wrap_jax(jnp.sin)
     wrapped(torch.ones(3))
@@ -156,7 +156,7 @@ def test_current_stream_handle_is_the_public_one_whatever_torch_has(read, is_fas
     assert (private_torch._stream_reader(1) is not None) == is_fast
 
 
-def test_compiler_options_are_set_or_named():
+def test_set_compiler_option_sets_it_or_raises_not_implemented_error():
     import torch._functorch.config as config
 
     before = config.donated_buffer

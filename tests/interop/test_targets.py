@@ -21,18 +21,18 @@ def gpu(compute_capability, **attributes):
         ([gpu("12.0")], Target(120, 188)),
     ],
 )
-def test_the_devices_of_the_process(devices, target, monkeypatch):
+def test_session_target_is_that_of_the_devices(devices, target, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda backend: devices)
     assert targets.session_target() == target
 
 
-def test_devices_of_several_kinds_need_a_choice(monkeypatch):
+def test_session_target_with_devices_of_several_kinds_raises_value_error(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu("9.0", core_count=132), gpu("8.0", core_count=108)])
     with pytest.raises(ValueError, match=r"several kinds.*compile_target\(arch\)"):
         targets.session_target()
 
 
-def test_the_innermost_override_counts():
+def test_overriding_target_is_the_innermost():
     assert targets.overriding_target() is None
     with targets.compile_target(90):
         with targets.compile_target(100, num_sms=7):

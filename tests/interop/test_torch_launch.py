@@ -15,7 +15,7 @@ from tests.interop.bridge_kernels import AddSpec, HalvesSpec, IncrementSpec  # n
 pytestmark = pytest.mark.versions
 
 
-def test_tensors_that_do_not_match_are_named():
+def test_mismatched_tensors_raise_value_error():
     x = torch.zeros(10)
     with pytest.raises(ValueError, match="takes 2 tensors, got 1"):
         torch_launch.launch(AddSpec(10), x)
@@ -56,7 +56,7 @@ def bind(monkeypatch):
     return bind_to_cpu
 
 
-def test_arguments_in_the_kernels_order(bind):
+def test_bound_launch_passes_arguments_in_the_kernel_order(bind):
     bound, kernel = bind(AddSpec(1000, alpha=0.25))
     x, y = torch.zeros(1000), torch.zeros(1000)
     (out,) = bound((x, y))
@@ -82,7 +82,7 @@ def test_descriptors_are_made_on_the_host(bind):
     assert (source.shape, source.strides, source.block_shape) == ([80, 64], [64, 1], [32, 64])
 
 
-def test_kernels_are_not_multiplied_by_scalars(monkeypatch):
+def test_loaded_kernels_are_shared_between_scalars(monkeypatch):
     monkeypatch.setattr(torch_launch, "device_target", lambda device_index: Target(90, 132))
     monkeypatch.setattr(torch_launch, "_kernels", {})
     kernels = {

@@ -31,16 +31,16 @@ def lowered_text(function, *arrays) -> str:
         return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_adds_under_jit_and_eagerly():
+def test_triton_call_runs_eagerly_and_under_jit():
     np.testing.assert_array_equal(add(X, X), X * 1.5)
     np.testing.assert_array_equal(jax.jit(add)(X, X), X * 1.5)
 
 
-def test_lowers_for_cuda():
+def test_triton_call_lowers_for_cuda():
     assert "@triton_kernel_call_ffi" in lowered_text(lambda x: add(x, x, interpret=False), X)
 
 
-def test_numpy_arrays_and_numpy_scalars():
+def test_triton_call_accepts_numpy_arrays_and_scalars():
     x = np.arange(10, dtype=np.float32)
     np.testing.assert_array_equal(add(x, x, num_elements=np.int64(10), alpha=np.float64(2)), x * 3)
 
@@ -59,14 +59,14 @@ def middle_kernel(
     tl.store(p_difference + o_element, (y - x) if FLIP else (x - y), mask=m_element)
 
 
-def test_outputs_fill_what_is_missing_and_defaults_hold():
+def test_triton_call_binds_outputs_to_missing_parameters_and_keeps_defaults():
     x = jnp.arange(10.0)
     outputs = triton_call(x, 10, kernel=middle_kernel, out_shape={"a": like(x), "b": [like(x)]}, grid=1, interpret=True)
     np.testing.assert_array_equal(outputs["a"], 2 * x)
     np.testing.assert_array_equal(outputs["b"][0], jnp.zeros(10))
 
 
-def test_an_input_after_the_outputs():
+def test_triton_call_with_an_input_after_the_outputs_allocates_both():
     x = jnp.arange(10.0)
     call = dict(kernel=middle_kernel, out_shape=(like(x), like(x)), grid=(1, 1), p_y=x * 3, FLIP=True)
     total, difference = triton_call(x, 10, interpret=True, **call)
@@ -76,7 +76,7 @@ def test_an_input_after_the_outputs():
     assert text.count("@AllocateBuffer") == 2  # both outputs precede p_y
 
 
-def test_aliases_by_name_and_by_place():
+def test_triton_call_accepts_aliases_by_name_and_by_position():
     values = jnp.arange(300, dtype=jnp.int32)
     for key in ("p_values", 0):
         after, sums = triton_call(
@@ -87,7 +87,7 @@ def test_aliases_by_name_and_by_place():
         assert sums.sum() == values.sum()
 
 
-def test_tensor_descriptors():
+def test_triton_call_accepts_tensor_descriptors():
     a, b = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
 
     def product(a, b, **options):
@@ -122,7 +122,7 @@ def entry_parameters(**values) -> list[str]:
     return [line.split()[1] for line in entry.splitlines() if ".param" in line][1:-2]
 
 
-def test_scalars_are_typed():
+def test_triton_call_scalars_have_the_smallest_matching_type():
     assert entry_parameters() == [".u32", ".f32", ".u8", ".u32"]
     assert entry_parameters(a=2**40)[0] == ".u64"
     assert entry_parameters(a=Scalar(1, "i64"))[0] == ".u64"
@@ -163,6 +163,6 @@ def test_scalars_are_typed():
         ),
     ],
 )
-def test_wrong_calls_are_named(call, error, message):
+def test_invalid_triton_calls_raise(call, error, message):
     with pytest.raises(error, match=message):
         call()

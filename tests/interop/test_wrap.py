@@ -48,7 +48,7 @@ def torch_mixture(x, w, b):
 
 @pytest.mark.versions
 @pytest.mark.parametrize("names", ["x w b", "x", "w b", "b"])
-def test_gradients_are_those_of_torch(names):
+def test_wrap_jax_gradients_match_torch(names):
     operands = [randn(5, 4), randn(4, 3), randn(5, 3)]
     for x, name in zip(operands, "xwb", strict=True):
         x.requires_grad_(name in names)
@@ -64,13 +64,13 @@ def test_gradients_are_those_of_torch(names):
             torch.testing.assert_close(x.grad, twin.grad)
 
 
-def test_gradcheck():
+def test_wrap_jax_passes_gradcheck():
     function = wrap_jax(lambda x, y: (jnp.sin(x) * y, jnp.sum(x * x)))
     with jax.enable_x64(True):
         assert torch.autograd.gradcheck(function, (randn(3, dtype=torch.float64), randn(3, dtype=torch.float64)))
 
 
-def test_complex_gradients_follow_torch():
+def test_wrap_jax_complex_gradients_match_torch():
     z, w = randn(4, dtype=torch.complex64), randn(4, dtype=torch.complex64)
     twins = [x.detach().clone().requires_grad_() for x in (z, w)]
     output = wrap_jax(lambda z, w: z * z * w + jnp.conj(z))(z, w)
@@ -81,7 +81,7 @@ def test_complex_gradients_follow_torch():
     torch.testing.assert_close([z.grad, w.grad], [x.grad for x in twins])
 
 
-def test_low_precision():
+def test_wrap_jax_keeps_bfloat16():
     x = randn(8, dtype=torch.bfloat16)
     y = wrap_jax(lambda x: x * x)(x)
     y.sum().backward()
@@ -89,7 +89,7 @@ def test_low_precision():
     torch.testing.assert_close(x.grad, 2 * x.detach())
 
 
-def test_no_gradient_no_graph():
+def test_wrap_jax_without_requires_grad_builds_no_graph():
     function = Counted(mixture)
     wrapped = wrap_jax(function)
     operands = [randn(5, 4), randn(4, 3), randn(5, 3)]
@@ -113,7 +113,7 @@ def test_inputs_without_grad_are_not_differentiated():
     torch.testing.assert_close(x.grad, 2 * y)
 
 
-def test_gradients_of_some_inputs_only():
+def test_wrap_jax_returns_gradients_of_selected_inputs():
     x, y = randn(3), randn(3)
     output = wrap_jax(lambda x, y: x * y)(x, y)
     (gradient,) = torch.autograd.grad(output.sum(), y, retain_graph=True)
@@ -130,7 +130,7 @@ class Pair(NamedTuple):
     right: torch.Tensor
 
 
-def test_pytrees_in_and_out():
+def test_wrap_jax_accepts_and_returns_pytrees():
     def function(batch, *, weights, options):
         assert options is None
         return {"sum": batch["x"].left @ weights[0], "both": Pair(batch["x"].right * weights[1][None], batch["y"])}
@@ -145,7 +145,7 @@ def test_pytrees_in_and_out():
     torch.testing.assert_close(w.grad, x.detach().sum(0)[:, None].expand(3, 4).contiguous())
 
 
-def test_integers_and_booleans():
+def test_wrap_jax_integers_and_booleans_have_no_gradient():
     def function(x, index, mask):
         return jnp.where(mask, x[index], 0), jnp.argsort(x).astype(jnp.int32), mask
 
@@ -158,13 +158,13 @@ def test_integers_and_booleans():
     assert x.grad.tolist() == [0, 1, 0, 1]
 
 
-def test_function_without_arrays():
+def test_wrap_jax_accepts_functions_without_arrays():
     assert wrap_jax(lambda: jnp.arange(3, dtype=jnp.int32))().tolist() == [0, 1, 2]
     assert wrap_jax(lambda x: None)(torch.ones(2)) is None
     assert wrap_jax(lambda x: ())(randn(2)) == ()
 
 
-def test_cotangents_that_are_none():
+def test_wrap_jax_with_missing_cotangents_treats_them_as_zero():
     seen = []
 
     @jax.custom_vjp
@@ -181,7 +181,7 @@ def test_cotangents_that_are_none():
     assert torch.autograd.grad(wrap_jax(lambda x: (x * 2, 1))(x)[0].sum(), x)[0].tolist() == [2, 2, 2]
 
 
-def test_none_cotangents_need_no_zeros():
+def test_wrap_jax_with_only_none_cotangents_skips_the_backward_pass():
     seen = []
 
     class Source(torch.autograd.Function):
@@ -212,7 +212,7 @@ def test_none_cotangents_need_no_zeros():
 # --- What is static, and what compiles
 
 
-def test_static_values():
+def test_wrap_jax_compiles_once_per_static_value():
     function = Counted(lambda x, power, *, mode="plus", scale=1.0: (x**power + scale) if mode == "plus" else x * scale)
     wrapped = wrap_jax(function)
     x = torch.full((2,), 2.0)
@@ -224,7 +224,7 @@ def test_static_values():
     assert wrapped.cache_info() == (1, 3, 128, 3)
 
 
-def test_equal_values_of_different_types_differ():
+def test_wrap_jax_distinguishes_equal_static_values_of_different_types():
     wrapped = wrap_jax(lambda x, value: x + (1 if isinstance(value, bool) else 2 if isinstance(value, int) else 3))
     assert [wrapped(torch.zeros(1), value).item() for value in (True, 1, 1.0, True)] == [1, 2, 3, 1]
     sign = wrap_jax(lambda x, value: jnp.copysign(x, value))
@@ -235,7 +235,7 @@ def test_equal_values_of_different_types_differ():
     assert nan.cache_info().misses == 1
 
 
-def test_static_argnames():
+def test_wrap_jax_static_argnames_are_static():
     seen = []
 
     def function(x, shape, *, axes):
@@ -254,7 +254,7 @@ def test_static_argnames():
         wrap_jax(function, static_argnames="form")
 
 
-def test_unhashable_leaf():
+def test_wrap_jax_of_an_unhashable_leaf_raises_type_error():
     with pytest.raises(TypeError, match="made of tensors, arrays and hashable values"):
         wrap_jax(lambda x, s: x)(torch.ones(1), {1, 2})
 
@@ -282,7 +282,7 @@ def test_backward_is_compiled_once(monkeypatch):
     assert len(compiled) == 2
 
 
-def test_least_recently_used_goes_first():
+def test_wrap_jax_cache_evicts_the_least_recently_used():
     function = Counted(lambda x: x + 1)
     wrapped = wrap_jax(function, max_compiled=2)
     for size in (1, 2, 1, 3, 1):
@@ -300,7 +300,7 @@ def test_least_recently_used_goes_first():
 # --- differentiable=
 
 
-def test_differentiable():
+def test_wrap_jax_differentiable_selects_arguments():
     x, y = randn(3), randn(3)
 
     def function(x, y):
@@ -318,7 +318,7 @@ def test_differentiable():
             wrap_jax(function, differentiable=wrong)
 
 
-def test_differentiable_among_variable_arguments():
+def test_wrap_jax_differentiable_selects_variable_arguments():
     x, y, z = randn(3), randn(3), randn(3)
     wrap_jax(lambda first, *rest, last: first * rest[0] * last, differentiable=(1, "last"))(
         x, y, last=z
@@ -329,7 +329,7 @@ def test_differentiable_among_variable_arguments():
 # --- Operands
 
 
-def test_arrays_among_the_operands():
+def test_wrap_jax_accepts_arrays_beside_tensors():
     x, weights, bias = randn(3), jnp.arange(3.0), np.ones(3, np.float32)
     output = wrap_jax(lambda x, w, b: x * w * b)(x, weights, bias)
     bias[:] = 100
@@ -337,7 +337,7 @@ def test_arrays_among_the_operands():
     torch.testing.assert_close(x.grad, torch.arange(3.0))
 
 
-def test_strided_operands_and_cotangents():
+def test_wrap_jax_accepts_strided_operands_and_cotangents():
     packed = randn(2, 8, 3, 4)
     query, key, value = packed.unbind(2)
     output = wrap_jax(lambda q, k, v: q * k + v)(query, key, value)
@@ -347,7 +347,7 @@ def test_strided_operands_and_cotangents():
     torch.testing.assert_close(packed.grad[:, :, 0], 5 * key.detach())
 
 
-def test_transposed_operands():
+def test_wrap_jax_accepts_transposed_operands():
     x = randn(2, 3, 5)
     y = wrap_jax(lambda x: jnp.cumsum(x, axis=1))(x.transpose(1, 2))
     torch.testing.assert_close(y, x.transpose(1, 2).cumsum(1))
@@ -355,7 +355,7 @@ def test_transposed_operands():
     torch.testing.assert_close(x.grad, torch.arange(5.0, 0, -1).expand(2, 3, 5).contiguous())
 
 
-def test_wide_operands():
+def test_wrap_jax_of_64_bit_operands_requires_x64():
     wrapped = wrap_jax(lambda x: x + 1)
     for wrong in (torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)):
         with pytest.raises(ValueError, match="would narrow"):
@@ -368,7 +368,7 @@ def test_wide_operands():
 
 @pytest.mark.versions
 @pytest.mark.parametrize("crossing", ["direct", "public"])
-def test_backward_keeps_64_bits_outside_of_the_context(crossing, monkeypatch):
+def test_wrap_jax_backward_outside_enable_x64_keeps_64_bits(crossing, monkeypatch):
     if crossing == "public":
         monkeypatch.setattr(jaxlib_launcher, "dlpack_shortcut", lambda platform: "hidden by a test")
     x = randn(3, dtype=torch.float64)
@@ -379,7 +379,7 @@ def test_backward_keeps_64_bits_outside_of_the_context(crossing, monkeypatch):
     torch.testing.assert_close(x.grad, x.detach().cos() * torch.arange(3))
 
 
-def test_operands_that_cannot_be():
+def test_wrap_jax_of_unsupported_operands_raises():
     wrapped = wrap_jax(lambda x: x + 1)
     with pytest.raises(ValueError, match=r"layout torch\.sparse_coo"):
         wrapped(torch.eye(2).to_sparse())
@@ -392,7 +392,7 @@ def test_operands_that_cannot_be():
         wrap_jax(lambda x: x.astype(jnp.int4))(torch.ones(2))
 
 
-def test_parameters_of_modules():
+def test_wrap_jax_module_parameters_have_gradients():
     layer = torch.nn.Linear(3, 2)
     wrap_jax(lambda x, p: x @ p["weight"].T + p["bias"][None])(
         torch.ones(4, 3), dict(layer.named_parameters())
@@ -431,7 +431,7 @@ def test_torch_compile_breaks_the_graph():
     torch.testing.assert_close(x.grad, 2 * (2 * x.detach()).cos())
 
 
-def test_transforms_of_torch():
+def test_wrap_jax_supports_vmap_and_grad_and_raises_for_functionalize():
     x = torch.tensor([1.0, 2.0, 3.0])
     derivative = torch.vmap(torch.func.grad(wrap_jax(jnp.sin)))(x)
     torch.testing.assert_close(derivative, x.cos())
@@ -439,7 +439,7 @@ def test_transforms_of_torch():
         torch.func.functionalize(wrap_jax(jnp.sin))(x)
 
 
-def test_several_cotangents_at_once():
+def test_wrap_jax_with_batched_cotangents_raises_not_implemented_error():
     x = torch.ones(3, requires_grad=True)
     output = wrap_jax(jnp.sin)(x)
     with pytest.raises(NotImplementedError, match="is_grads_batched"):
@@ -456,7 +456,7 @@ def test_error_of_the_function_reaches_the_caller():
             wrapped(randn(3))
 
 
-def test_name_and_docs_are_kept():
+def test_wrap_jax_keeps_the_name():
     assert wrap_jax(mixture).__name__ == "mixture"
 
 
@@ -485,7 +485,7 @@ def test_threads_share_the_programs():
     assert wrapped.cache_info().hits == 119
 
 
-def test_backward_on_another_thread():
+def test_wrap_jax_backward_runs_on_another_thread():
     x = randn(3)
     loss = wrap_jax(jnp.sin)(x).sum()
     thread = threading.Thread(target=loss.backward)
@@ -494,7 +494,7 @@ def test_backward_on_another_thread():
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
-def test_calls_do_not_grow():
+def test_wrap_jax_calls_do_not_leak_arrays():
     wrapped = wrap_jax(lambda x, y: jnp.sin(x) * y)
     x, y = randn(64), randn(64)
 

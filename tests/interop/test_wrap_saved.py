@@ -20,7 +20,7 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
-def test_write_to_a_saved_input_is_an_error():
+def test_write_to_a_saved_input_raises_runtime_error():
     x = randn(3)
     h = x * 1
     y = wrap_jax(lambda x: x * x)(h)
@@ -29,7 +29,7 @@ def test_write_to_a_saved_input_is_an_error():
         y.sum().backward()
 
 
-def test_write_to_a_saved_output_is_an_error():
+def test_write_to_a_saved_output_raises_runtime_error():
     x = randn(3)
     y = wrap_jax(jnp.exp)(x)
     z = y * 2
@@ -38,7 +38,7 @@ def test_write_to_a_saved_output_is_an_error():
         z.sum().backward()
 
 
-def test_write_to_an_input_that_is_not_needed():
+def test_write_to_an_unneeded_input_keeps_the_gradient():
     x = randn(3)
     h = x * 1
     y = wrap_jax(jnp.sin)(h)
@@ -65,7 +65,7 @@ def test_residuals_are_freed_with_the_graph():
         loss.backward()
 
 
-def test_retained_graph():
+def test_retained_graph_accumulates_gradients():
     x = randn(3)
     loss = wrap_jax(jnp.sin)(x).sum()
     loss.backward(retain_graph=True)
@@ -76,7 +76,7 @@ def test_retained_graph():
 # --- torch's machinery around it
 
 
-def test_second_derivative_is_refused():
+def test_second_derivative_raises_not_implemented_error():
     for function in (jnp.sin, jnp.exp, lambda x: x * x, lambda x: x * 2):
         x = randn(3)
         (gradient,) = torch.autograd.grad(wrap_jax(function)(x).sum(), x, create_graph=True)
@@ -92,7 +92,7 @@ def test_second_derivative_is_refused():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant):
+def test_activation_checkpointing_keeps_gradients(reentrant):
     wrapped = wrap_jax(lambda x: jnp.sin(x) * x)
     x = randn(3)
     y = checkpoint(lambda x: wrapped(x) * 2, x, use_reentrant=reentrant)
@@ -113,7 +113,7 @@ def test_checkpointing_frees_residuals():
     y.backward()
 
 
-def test_saved_tensors_on_the_host():
+def test_saved_tensors_on_the_host_keep_gradients():
     x = randn(3)
     with torch.autograd.graph.save_on_cpu():
         y = wrap_jax(lambda x: jnp.sin(x) * x)(x)
@@ -122,7 +122,7 @@ def test_saved_tensors_on_the_host():
     torch.testing.assert_close(x.grad, plain.cos() * plain + plain.sin())
 
 
-def test_hooks_that_copy_residuals_are_told():
+def test_hooks_that_copy_residuals_raise_runtime_error():
     x = randn(3)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy(), lambda a: torch.tensor(a)):
         y = wrap_jax(jnp.sin)(x.detach().requires_grad_())

@@ -9,7 +9,7 @@ import torch
 from blockdiag.interop import wrap_torch
 
 
-def test_torch_function_in_jax():
+def test_wrap_torch_matches_torch_under_jit():
     function = wrap_torch(lambda x, w, *, bias: {"y": torch.tanh(x @ w) + bias, "rows": x.shape[0] * torch.ones(1)})
     x, w = jnp.arange(6.0).reshape(2, 3) / 6, jnp.ones((3, 4)) / 3
     for call in (function, jax.jit(function, static_argnames="bias")):
@@ -18,7 +18,7 @@ def test_torch_function_in_jax():
         assert result["rows"].tolist() == [2]
 
 
-def test_gradients_of_a_torch_function():
+def test_wrap_torch_gradients_match_the_reference():
     function = wrap_torch(lambda x, index: (x.exp()[index.long()], index))
     index = jnp.array([0, 2], jnp.int32)
 
@@ -32,7 +32,7 @@ def test_gradients_of_a_torch_function():
         np.testing.assert_allclose(gradient, [1, 0, np.exp(2)], rtol=1e-6)
 
 
-def test_torch_gradients_of_complex_numbers():
+def test_wrap_torch_complex_gradients_match_jax():
     z = jnp.array([1 + 2j, -0.5 + 1j], jnp.complex64)
 
     def in_jax(z):
@@ -42,20 +42,20 @@ def test_torch_gradients_of_complex_numbers():
     np.testing.assert_allclose(jax.grad(function)(z), jax.grad(in_jax)(z), rtol=1e-5)
 
 
-def test_torch_function_without_gradient():
+def test_wrap_torch_of_detached_results_has_zero_gradient():
     function = wrap_torch(lambda x, y: (x > 0, y.detach() * 2))
     x = jnp.arange(3.0)
     gradients = jax.grad(lambda x, y: function(x, y)[1].sum(), argnums=(0, 1))(x, x)
     assert [g.tolist() for g in gradients] == [[0, 0, 0]] * 2
 
 
-def test_torch_function_under_vmap():
+def test_wrap_torch_under_vmap_matches_numpy():
     function = wrap_torch(lambda x: torch.cumsum(x, 0))
     x = jnp.arange(6.0).reshape(3, 2)
     np.testing.assert_allclose(jax.vmap(function)(x), np.cumsum(x, axis=1))
 
 
-def test_torch_module_and_low_precision():
+def test_wrap_torch_of_a_bfloat16_module_matches_torch():
     layer = torch.nn.Linear(4, 2).to(torch.bfloat16)
     x = jnp.ones((3, 4), jnp.bfloat16)
     result = wrap_torch(layer.forward)(x)
@@ -64,7 +64,7 @@ def test_torch_module_and_low_precision():
     np.testing.assert_array_equal(np.asarray(result, np.float32), expected)
 
 
-def test_shapes_that_depend_on_data():
+def test_wrap_torch_with_data_dependent_shapes_needs_a_result():
     def positives(x):
         return x[x > 0]
 
@@ -76,19 +76,19 @@ def test_shapes_that_depend_on_data():
         jax.block_until_ready(wrap_torch(positives, result=jax.ShapeDtypeStruct((3,), jnp.float32))(x))
 
 
-def test_wide_results_of_torch():
+def test_wrap_torch_of_64_bit_results_requires_x64():
     with pytest.raises(ValueError, match="returns int64, which JAX would narrow"):
         wrap_torch(torch.argmax)(jnp.ones(3))
     with jax.enable_x64(True):
         assert wrap_torch(torch.argmax)(jnp.array([1.0, 3.0, 2.0])) == 1
 
 
-def test_torch_results_must_be_tensors():
+def test_wrap_torch_of_non_tensor_results_raises_type_error():
     with pytest.raises(TypeError, match="must return tensors, got float"):
         wrap_torch(lambda x: (x, 1.5))(jnp.ones(2))
 
 
-def test_torch_function_is_built_once():
+def test_wrap_torch_traces_the_function_once():
     runs = []
     function = wrap_torch(lambda x: runs.append(1) or x + 1)
     for _ in range(3):

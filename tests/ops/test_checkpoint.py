@@ -24,7 +24,7 @@ def test_checkpoint_of_an_operation_changes_no_gradient(name, implementation):
 
 
 @pytest.mark.parametrize("name", [name for name, implementation in DIFFERENTIATED if implementation == "triton"])
-def test_checkpoint_of_kernels_is_traced_for_a_gpu(name):
+def test_checkpoint_of_kernels_has_no_effects(name):
     call = CALLS[name]
     with compile_target(90):
         traced = jax.jit(call.gradients("triton", is_checkpointed=True)).trace(**call.types(2))

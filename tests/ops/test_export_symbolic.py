@@ -36,7 +36,7 @@ def is_exported(name, implementation):
 
 
 @pytest.mark.parametrize(("name", "implementation"), mark_covered(x for x in pairs() if is_exported(*x)))
-def test_export_of_any_batch_computes_what_the_operation_does(name, implementation):
+def test_export_with_a_symbolic_batch_matches_the_operation(name, implementation):
     call = CALLS[name]
     exported = exported_call(call, call.bound(implementation), symbol())
     for size in (1, 3) if implementation is None else (3,):
@@ -47,7 +47,7 @@ def test_export_of_any_batch_computes_what_the_operation_does(name, implementati
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if "," in name else []) for name in CALLS]
 )
-def test_export_of_a_bounded_batch_computes_what_the_operation_does(name):
+def test_export_with_a_bounded_batch_matches_the_operation(name):
     call = CALLS[name]
     assert_agrees(exported_call(call, call.bound(None), symbol("b<=1024")), name, 3)
 
@@ -60,27 +60,27 @@ def test_export_of_a_bounded_batch_computes_what_the_operation_does(name):
         if call.differentiated
     ],
 )
-def test_export_of_gradients_for_any_batch_computes_them(name):
+def test_export_of_gradients_with_a_symbolic_batch_matches_the_operation(name):
     call = CALLS[name]
     assert_agrees(exported_call(call, call.gradients(None), symbol()), name, 3, is_gradient=True)
 
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "triton" in call.implementations])
-def test_export_of_kernels_for_any_batch_is_refused_with_the_remedy(name):
+def test_export_of_kernels_with_a_symbolic_batch_raises_with_a_remedy(name):
     call = CALLS[name]
     with pytest.raises((NotImplementedError, NotFusible), match=r"sizes that are numbers|concrete sizes"):
         exported_call(call, call.bound("triton"), symbol())
 
 
 @pytest.mark.parametrize("name", ["block_diagonal", "moba", "paged", "append", "key_convolution", "moba_paged"])
-def test_export_for_cuda_of_any_batch_needs_no_kernel(name):
+def test_export_for_cuda_with_a_symbolic_batch_needs_no_kernel(name):
     call = CALLS[name]
     with compile_target(90):
         exported = export.export(jax.jit(call.bound(None)), platforms=["cuda"])(**call.types(symbol()))
     assert exported.platforms == ("cuda",)
 
 
-def test_export_of_pallas_for_any_batch_is_refused_with_the_remedy():
+def test_export_of_pallas_with_a_symbolic_batch_raises_not_implemented_error():
     call = CALLS["block_diagonal"]
     with pytest.raises(NotImplementedError, match="export for each size, or with implementation="):
         exported_call(call, call.bound("pallas"), symbol())
@@ -88,7 +88,7 @@ def test_export_of_pallas_for_any_batch_is_refused_with_the_remedy():
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "key_convolution"])
-def test_export_of_any_number_of_tokens_computes_what_the_operation_does(name, implementation):
+def test_export_with_symbolic_tokens_matches_the_operation(name, implementation):
     """Of two sequences of any length."""
     call = CALLS[name]
     function = call.bound(implementation)

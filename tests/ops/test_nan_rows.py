@@ -120,7 +120,7 @@ def test_operation_with_one_nan_makes_the_rows_of_the_reference_nan(name, implem
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_paged_attention_with_odd_sinks_agrees_with_the_reference(implementation, num_splits):
+def test_paged_attention_with_non_finite_sinks_matches_the_reference(implementation, num_splits):
     generator = np.random.default_rng(0)
     query, *pages = (jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in CACHE)
     table, lengths = jnp.asarray([[0, 2, 4], [1, 3, 5]], jnp.int32), jnp.asarray([0, 35], jnp.int32)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def test_values_of_optimised_programs():
+def test_optimised_programs_are_accurate():
     usual = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS" and not name.startswith("JAX_")}
     result = subprocess.run(
         [sys.executable, "-m", "tests.ops.optimised_programs"],

@@ -103,18 +103,18 @@ def assert_maps(function, axes, implementation):
 
 
 @pytest.mark.parametrize("place", range(len(SHAPES[biased])))
-def test_an_operand_that_is_not_mapped(place):
+def test_vmap_of_grad_with_one_unmapped_operand_matches_a_loop(place):
     assert_maps(biased, tuple(None if i == place else 0 for i in range(len(SHAPES[biased]))), "xla")
 
 
 @pytest.mark.parametrize(("function", "first", "implementation"), alternated(itertools.product(SHAPES, [0, None])))
-def test_operands_that_are_not_mapped(function, first, implementation):
+def test_vmap_of_grad_with_unmapped_operands_matches_a_loop(function, first, implementation):
     """Every other operand, and then the others."""
     axes = (first, None if first == 0 else 0) * len(SHAPES[function])
     assert_maps(function, axes[: len(SHAPES[function])], implementation)
 
 
-def test_every_leaf_is_read_by_kernels():
+def test_functions_under_test_are_fused_and_cover_every_leaf_role():
     """What the tests above are about: nothing of these functions' attention is left to XLA."""
     found = {function: explain(function)(*(x[0] for x in arrays(function))) for function in SHAPES}
     assert [len(x.regions) for x in found.values()] == [1, 1, 1, 3]
@@ -123,7 +123,7 @@ def test_every_leaf_is_read_by_kernels():
 
 
 @BOTH
-def test_nested_maps(implementation):
+def test_nested_vmap_of_grad_matches_a_loop(implementation):
     """No operand is mapped twice, two are not mapped at all; mapped axes are not the first ones."""
     query, key, value, table = (x[0] for x in arrays(of_distances))
     queries, tables = np.stack([query, -query, 2 * query]), np.stack([table, 1 - table])
@@ -136,7 +136,7 @@ def test_nested_maps(implementation):
 
 
 @BOTH
-def test_a_map_outside_of_a_gradient_outside_of_a_map(implementation):
+def test_vmap_of_grad_of_vmap_matches_a_loop(implementation):
     """The gradients by what the inner map does not map are added up, those by what the outer one does not are not."""
     query, key, value, table = (x[0] for x in arrays(of_distances))
     queries, tables = np.stack([query, -query]), np.stack([table, 1 - table, table / 2])
@@ -154,7 +154,7 @@ def test_a_map_outside_of_a_gradient_outside_of_a_map(implementation):
 
 
 @pytest.mark.division("vmap", operation="fuse", kind="manual")
-def test_inside_shard_map():
+def test_vmap_of_grad_inside_shard_map_matches_the_reference():
     """The checks of a mesh see sums over devices where operands are the same on all, as the function's own have."""
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     axes, specs = (0, None, 0, None), (P("rows"), P(), P("rows"), P())
@@ -168,7 +168,7 @@ def test_inside_shard_map():
 
 
 @BOTH
-def test_jacobians(implementation):
+def test_jacrev_matches_the_reference(implementation):
     """Only cotangents are mapped."""
     query, key, value, table = (x[0] for x in arrays(of_distances))
 
@@ -181,7 +181,7 @@ def test_jacobians(implementation):
 
 
 @NEEDS_TRITON
-def test_sums_over_the_mapped_axis_are_made_by_kernels():
+def test_grad_of_vmap_reduces_a_shared_bias_gradient_in_kernels():
     """The gradient of a map has no gradient of a shared bias for each index; a map of gradients has."""
     query, key, value, bias, *rest = [x if i < 3 else x[0] for i, x in enumerate(arrays(biased))]
     fused = fuse(biased, implementation="triton")
@@ -198,7 +198,7 @@ def test_sums_over_the_mapped_axis_are_made_by_kernels():
 
 
 @BOTH
-def test_gradients_of_a_map_with_a_shared_bias(implementation):
+def test_grad_of_vmap_with_a_shared_bias_matches_a_loop(implementation):
     given = [x if i < 3 else x[0] for i, x in enumerate(arrays(biased))]
     axes = (0, 0, 0, None, None, None, None)
     fused = fuse(biased, implementation=implementation)

@@ -19,12 +19,12 @@ def test_settings_of_a_single_process_leave_memory_to_others():
     assert "CUDA_VISIBLE_DEVICES" not in settings
 
 
-def test_settings_of_a_user_stay():
+def test_sharing_settings_keep_variables_of_the_user():
     given = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "OMP_NUM_THREADS": "3", "XLA_FLAGS": "--xla_dump_to=/x"}
     assert not sharing_settings(given | {"PYTEST_XDIST_WORKER": "gw0"}, 1).keys() & given.keys()
 
 
-def test_workers_spread_over_gpus_and_see_all():
+def test_sharing_settings_rotate_gpus_between_workers():
     orders = [sharing_settings({"PYTEST_XDIST_WORKER": f"gw{i}"}, 2)["CUDA_VISIBLE_DEVICES"] for i in range(3)]
     assert orders == ["0,1", "1,0", "0,1"]
 
@@ -32,7 +32,7 @@ def test_workers_spread_over_gpus_and_see_all():
 @pytest.mark.parametrize(
     ("visible", "expected"), [("3", None), ("", None), ("5,7,2", "7,2,5"), ("GPU-a,GPU-b", "GPU-b,GPU-a")]
 )
-def test_workers_keep_to_the_visible_gpus(visible, expected):
+def test_sharing_settings_rotate_only_the_visible_gpus(visible, expected):
     settings = sharing_settings({"PYTEST_XDIST_WORKER": "gw1", "CUDA_VISIBLE_DEVICES": visible}, 8)
     assert settings.get("CUDA_VISIBLE_DEVICES") == expected
 

@@ -106,7 +106,7 @@ def test_public_names_are_documented():
         blockdiag.block_attention  # noqa: B018
 
 
-def test_the_operators_for_torch_need_no_jax():
+def test_torch_operators_import_no_jax():
     pytest.importorskip("torch")
     run_python("""
 import sys
@@ -123,7 +123,7 @@ def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_extras():
+def test_extras_are_the_expected_ones():
     assert set(project()["optional-dependencies"]) == {"cuda", "torch", "flax", "cli", "versions", "test", "docs"}
 
 

@@ -32,7 +32,7 @@ def test_range_holds_every_patch_of_its_last_version(version, is_tested):
     assert (version in VersionRange("3.6", "3.8")) == is_tested
 
 
-def test_lower_end_may_be_a_patch():
+def test_version_range_may_start_at_a_patch():
     jax = VersionRange("0.11.1", "0.12")
     assert [version in jax for version in ("0.11.0", "0.11.1", "0.12.0.1", "0.13.0")] == [False, True, True, False]
 
@@ -45,11 +45,11 @@ def test_requirement_allows_what_is_tested_and_nothing_else():
 @pytest.mark.parametrize(
     ("version", "numbers"), [("2.14.1+cu130", (2, 14, 1)), ("3.9.0rc1", (3, 9, 0)), ("0.12.0.1", (0, 12, 0, 1))]
 )
-def test_numbers_of_a_version(version, numbers):
+def test_release_numbers_returns_the_numbers_of_a_version(version, numbers):
     assert release_numbers(version) == numbers
 
 
-def test_version_without_a_number_is_refused():
+def test_release_numbers_of_a_version_without_a_number_raises_value_error():
     with pytest.raises(ValueError, match="'unknown' does not start with a number"):
         release_numbers("unknown")
 
@@ -117,20 +117,20 @@ def packages(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_diagram_tool_beside_this_library_is_found(packages):
+def test_other_distributions_finds_the_diagram_tool(packages):
     install(packages, "blockdiag", "3.0.0", "blockdiag/__init__.py", "blockdiag/parser.py")
     install(packages, "blockdiag_attn", "0.2.0", "blockdiag/__init__.py", "blockdiag/ops/paged/api.py")
     assert other_distributions() == {"blockdiag": "3.0.0"}
 
 
-def test_this_library_alone_has_no_other_distribution(packages):
+def test_other_distributions_of_this_library_alone_is_empty(packages):
     install(packages, "blockdiag-attn", "0.2.0", "blockdiag/__init__.py", "blockdiag/ops/paged/api.py")
     # A plugin of the diagram tool has a package of its own.
     install(packages, "blockdiagcontrib-math", "0.9.0", "blockdiagcontrib/math.py")
     assert other_distributions() == {}
 
 
-def test_every_other_distribution_is_found(packages):
+def test_other_distributions_finds_every_distribution(packages):
     install(packages, "Block_Diag.Fork", "1.0", "blockdiag/__init__.py")
     install(packages, "blockdiag", "3.0.0", "blockdiag/__init__.py")
     assert other_distributions() == {"block-diag-fork": "1.0", "blockdiag": "3.0.0"}

@@ -103,7 +103,7 @@ def test_wheel_needs_no_compiler(wheel):
     assert suffixes <= {".py", ".typed"}
 
 
-def test_sdist_holds_what_git_keeps_but_for_ci_and_experiments(sdist):
+def test_sdist_contains_tracked_files_except_ci_and_experiments(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     # The build adds its own metadata, and keeps the rules of what is ignored.
@@ -132,7 +132,7 @@ def test_sdist_holds_what_git_keeps_but_for_ci_and_experiments(sdist):
     ]
 
 
-def test_metadata_says_what_it_is(wheel):
+def test_wheel_metadata_matches_the_project(wheel):
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"blockdiag_attn-{version()}.dist-info/METADATA").decode()
     metadata = email.message_from_string(text)
@@ -147,7 +147,7 @@ def test_metadata_says_what_it_is(wheel):
     assert metadata.get_payload().startswith("# blockdiag")
 
 
-def test_nothing_tells_to_install_the_diagram_tool():
+def test_documentation_never_says_to_install_the_diagram_tool():
     texts = [ROOT / "README.md", ROOT / "pyproject.toml", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
     wrong = re.compile(r"(?<!un)install '?blockdiag(?![\w-])|\"blockdiag\[")
     found = [(path.name, line) for path in texts for line in path.read_text().splitlines() if wrong.search(line)]
@@ -187,7 +187,7 @@ def run(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProc
     )
 
 
-def test_installed_package_is_that_of_the_wheel(installed, tmp_path):
+def test_installed_package_is_imported_from_the_wheel(installed, tmp_path):
     result = run(installed, tmp_path, "-c", "import blockdiag; print(blockdiag.__file__)")
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()).is_relative_to(installed.parent.parent)

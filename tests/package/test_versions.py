@@ -137,14 +137,14 @@ def test_operation_lowers_for_cuda_with_its_gradient(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_interpreted_kernels_compute_what_xla_computes(op):
+def test_interpreted_kernels_match_xla(op):
     found, expected = (function(*arrays) for function, arrays in (results(op, "triton"), results(op, "xla")))
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
-def test_fused_function_has_the_values_and_gradients_of_the_function():
+def test_fused_function_matches_the_function_with_gradients():
     function, arrays = results("fuse", "xla")
     (total, _), gradients = function(*arrays)
     plain = jax.value_and_grad(lambda *arrays: jnp.sum(jnp.sin(windowed(*arrays))), argnums=(0, 1, 2))

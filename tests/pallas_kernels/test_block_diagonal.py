@@ -155,7 +155,7 @@ def test_unsupported_problems_are_declined_with_a_remedy(word):
         block_diagonal.backward(problem, *arrays[:3], None, None, arrays[3], interpret=True)
 
 
-def test_tiles_that_the_problem_does_not_have_are_refused():
+def test_unexpected_tiles_raise_value_error():
     problem = make_problem(1, 1, 1)
     arrays = make_arrays(problem)
     with pytest.raises(ValueError, match="tiles"):
@@ -186,7 +186,7 @@ def test_results_do_not_depend_on_the_schedule(consumers, key_stages, query_stag
         assert (result == want).all()
 
 
-def test_a_second_run_gives_the_same_bits():
+def test_repeated_calls_agree_bitwise():
     problem = SUPPORTED["plain"]
     arrays = make_arrays(problem)
     first, second = (run(block_diagonal, problem, arrays, interpret=True) for _ in range(2))
@@ -198,7 +198,7 @@ POISONED = make_problem(3, 1, 1)
 
 
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
-def test_poison_in_one_block_stays_there(poison):
+def test_nan_and_inf_stay_in_their_block(poison):
     problem = POISONED
     arrays = make_arrays(problem)
     poisoned = tuple(array.at[BLOCK_SIZE : 2 * BLOCK_SIZE].set(poison) for array in arrays)

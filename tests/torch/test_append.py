@@ -76,18 +76,18 @@ def test_results_are_exact(name):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
-def test_implementations_by_name(implementation):
+def test_append_by_named_implementation_is_exact(implementation):
     check(CASES["computed scales"], functools.partial(append_to_pages, implementation=implementation))
 
 
-def test_double_precision():
+def test_append_in_float64_is_exact():
     case = dataclasses.replace(CASES["rotary"], dtype="float64", rotary=RotaryCase(dtype="float64"), block_size=4)
     with jax.enable_x64(True):
         arrays = case.arguments()
         check(case, append_to_pages, arrays)
 
 
-def test_what_is_returned_is_what_was_given():
+def test_append_returns_the_given_tensors():
     case = CASES["centroids, packed, rotary, computed scales"]
     arguments = arguments_of(case, case.arguments())
     results = append_to_pages(**arguments)
@@ -99,14 +99,14 @@ def test_what_is_returned_is_what_was_given():
 
 @pytest.mark.usefixtures("interpreted_paged_kernels")
 @pytest.mark.parametrize("name", CASES)
-def test_the_native_path_in_the_interpreter(name):
+def test_native_append_in_the_interpreter_is_exact(name):
     from blockdiag.torch.ops.append import native
 
     check(CASES[name], lambda **arguments: native.append(operator_arguments(**arguments)))
 
 
 @pytest.mark.usefixtures("interpreted_paged_kernels")
-def test_nothing_to_append_natively():
+def test_native_append_of_no_tokens_keeps_the_pages():
     from blockdiag.torch.ops.append import native
 
     arguments = good_tensors()
@@ -117,7 +117,7 @@ def test_nothing_to_append_natively():
 
 
 @pytest.mark.usefixtures("interpreted_paged_kernels")
-def test_autograd_knows_that_pages_changed():
+def test_native_append_increments_tensor_versions():
     from blockdiag.torch.ops.append import native
 
     arguments = good_tensors()
@@ -155,7 +155,7 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib"}
 """
 
 
-def test_no_jax_is_imported():
+def test_native_append_does_not_import_jax():
     """Here and by MoBA over a paged cache."""
     pytest.importorskip("triton")
     result = subprocess.run([sys.executable, "-c", NO_JAX], capture_output=True, text=True, timeout=120)
@@ -165,7 +165,7 @@ def test_no_jax_is_imported():
 # --- what torch does with the operator ----------------------------------------------------------------------------
 
 
-def test_the_operator_keeps_its_promises():
+def test_append_operators_pass_opcheck():
     """It says what it changes: all that are written here are returned, and nothing else changes."""
     arguments = good_tensors() | dict(
         key_centroids=torch.zeros(2, 1, 2, 8), block_size=4, rotary=blockdiag_rotary(), key_scale=torch.tensor(0.5)
@@ -200,7 +200,7 @@ def test_a_decode_step_compiles_to_one_graph():
     assert_same_bits(*results)
 
 
-def test_tensors_that_autograd_follows_are_refused():
+def test_append_to_tensors_that_require_grad_raises_type_error():
     arguments = good_tensors()
     for name in ("key", "key_pages"):
         followed = arguments | {name: arguments[name].clone().requires_grad_()}
@@ -214,7 +214,7 @@ def test_tensors_that_autograd_follows_are_refused():
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_those_of_jax(name):
+def test_invalid_arguments_raise_the_errors_of_jax(name):
     changes, _ = MISTAKES[name]
     arguments = GOOD | changes
     tensors = to_tensors(arguments) | {"rotary": to_torch_rotary(arguments.get("rotary"))}
@@ -235,18 +235,18 @@ def test_mistakes_are_those_of_jax(name):
         (dict(via="xla"), "`via` must be None or 'jax', got 'xla'"),
     ],
 )
-def test_mistakes_of_torch(changes, message):
+def test_invalid_tensors_raise_value_error(changes, message):
     with pytest.raises(ValueError, match=message):
         append_to_pages(**to_tensors(GOOD) | changes)
 
 
-def test_an_implementation_that_cannot_says_why():
+def test_unsupported_implementation_raises_not_implemented_error():
     arguments = {name: x.double() if x.is_floating_point() else x for name, x in to_tensors(GOOD).items()}
     with pytest.raises(NotImplementedError, match=r"`key` is float64; use implementation='xla'"):
         append_to_pages(**arguments, implementation="triton")
 
 
-def test_cases_cover_what_is_written():
+def test_cases_cover_every_written_array():
     assert {name for case in CASES.values() for name in case.written} == {
         "key_pages", "value_pages", "key_scale", "value_scale", "key_centroids"
     }  # fmt: skip

@@ -55,5 +55,5 @@ def four(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "arguments"), CASES, ids=str)
-def test_context_parallel_over_four_processes(four, name, arguments):
+def test_context_parallel_check_passes_on_four_processes(four, name, arguments):
     four(name, *arguments)

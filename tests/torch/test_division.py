@@ -28,5 +28,5 @@ def four(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, rest) for name, *rest in CHECKS], ids=str)
-def test_division_over_four_processes(four, name, arguments):
+def test_division_check_passes_on_four_processes(four, name, arguments):
     four(name, *arguments)

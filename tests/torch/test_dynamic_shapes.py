@@ -243,7 +243,7 @@ COVERED = ("moba, with log-sum-exp", "moba, offsets, not causal", "moba, given r
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name in COVERED else []) for name in CALLS]
 )
-def test_compiled_calls_of_new_lengths_give_the_eager_results(name):
+def test_compiled_call_of_new_lengths_equals_the_eager_call(name):
     """As torch.compile comes: the first length is static, and the second one makes the axis dynamic."""
     function, make, is_differentiated = CALLS[name]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -279,7 +279,7 @@ def open_axes(make):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_exported_calls_take_every_length(name):
+def test_exported_call_of_any_length_equals_the_eager_call(name):
     """One program for all lengths: none is a constant, and none splits the range."""
     function, make, _ = CALLS[name]
     tensors = make(LENGTHS[1])
@@ -303,7 +303,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_compiled_and_exported_take_every_length(name):
+def test_compiled_and_exported_modules_of_any_length_match_the_eager_module(name):
     module = MODULES[name]()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     tokens = torch.export.Dim("tokens", min=2, max=MOST_TOKENS)
@@ -316,7 +316,7 @@ def test_modules_compiled_and_exported_take_every_length(name):
             torch.testing.assert_close(exported(x), expected)
 
 
-def test_symbolic_counts_are_those_of_numbers():
+def test_symbolic_counts_equal_integer_counts():
     for size in range(70):
         for top_k in (1, 2, 64):
             for is_causal in (False, True):
@@ -326,7 +326,7 @@ def test_symbolic_counts_are_those_of_numbers():
             assert symbolic_packed_blocks(size, num_sequences, BLOCK) == expected
 
 
-def test_options_that_change_compile_to_the_eager_results():
+def test_compiled_call_with_changing_options_equals_the_eager_call():
     """Numbers among the arguments of a compiled function become symbols when they change."""
     x = torch.randn(40, 2, 8)
 

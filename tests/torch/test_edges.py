@@ -22,7 +22,7 @@ def operands(*shape):
     return [torch.randn(shape, generator=generator) for _ in range(3)]
 
 
-def test_a_meta_tensor_among_others_is_refused():
+def test_meta_tensor_among_others_raises_value_error():
     query, key, value = operands(1, 40, 2, 16)
     with pytest.raises(ValueError, match="`value` must be on the device of `query`, cpu, got meta"):
         block_diagonal_attention(query, key, value.to("meta"), block_size=16)
@@ -33,13 +33,13 @@ def test_meta_tensors_alone_give_meta_tensors():
     assert block_diagonal_attention(query, key, value, block_size=16).shape == query.shape
 
 
-def test_operands_that_are_no_tensors_are_refused():
+def test_operands_that_are_not_tensors_raise_value_error():
     query, key, value = operands(1, 40, 2, 16)
     with pytest.raises(ValueError, match="operands must be torch tensors"):
         block_diagonal_attention(query.numpy(), key, value)
 
 
-def test_a_packed_query_without_query_heads_is_refused():
+def test_packed_query_without_query_heads_raises_value_error():
     packed = torch.randn(40, 4, 16)
     with pytest.raises(ValueError, match="`key_heads` must leave heads to the query, got 2 of the 4 heads"):
         torch.ops.blockdiag.block_diagonal_forward(
@@ -49,7 +49,7 @@ def test_a_packed_query_without_query_heads_is_refused():
 
 @pytest.mark.versions
 @COMPILER_WARNINGS
-def test_forward_mode_is_refused_while_compiling_too():
+def test_forward_mode_inside_torch_compile_raises():
     query, key, value = operands(1, 40, 2, 16)
     function = lambda value: block_diagonal_attention(query, key, value, block_size=16)  # noqa: E731
     derivative = torch.compile(lambda x: torch.func.jvp(function, (x,), (x,))[1], backend="aot_eager")
@@ -58,7 +58,7 @@ def test_forward_mode_is_refused_while_compiling_too():
 
 
 @pytest.mark.versions
-def test_tangents_do_not_get_lost_in_jax():
+def test_tangents_crossing_to_jax_raise_type_error():
     wrapped = wrap_jax(lambda x: x * 2)
     wrapped(torch.ones(3))
     with torch.autograd.forward_ad.dual_level():
@@ -68,7 +68,7 @@ def test_tangents_do_not_get_lost_in_jax():
                 function(dual)
 
 
-def test_static_values_are_told_apart_within_tuples():
+def test_static_values_within_tuples_are_distinguished():
     wrapped = wrap_jax(lambda x, options: jnp.full(x.shape, options[0]), static_argnames="options")
     ones = torch.ones(2, dtype=torch.int32)
     assert wrapped(ones, (2,)).dtype == torch.int32
@@ -78,13 +78,13 @@ def test_static_values_are_told_apart_within_tuples():
     assert signed(torch.ones(1), (-0.0,)).signbit().item()
 
 
-def test_static_zeros_of_both_signs_are_told_apart_in_torch_functions():
+def test_wrap_torch_distinguishes_static_zeros_of_both_signs():
     wrapped = wrap_torch(lambda x, factor: x * factor)
     assert not jnp.signbit(wrapped(jnp.ones(1), 0.0)).item()
     assert jnp.signbit(wrapped(jnp.ones(1), -0.0)).item()
 
 
-def test_rotary_tables_are_there_however_a_module_got_its_parameters():
+def test_rotary_tables_are_filled_however_parameters_are_loaded():
     def make(device=None):
         return BlockDiagonalSelfAttention(32, 2, block_size=16, rotary_max_position=40, device=device)
 
@@ -139,17 +139,17 @@ def test_kernels_are_bound_while_their_device_is_current(launches):
     assert launches == [("block_diagonal_forward", 1, 1)]
 
 
-def test_nothing_is_bound_for_no_tokens(launches):
+def test_prepare_of_empty_calls_binds_no_kernel(launches):
     native.prepare(call_of(2, 0, 4, 64, key_heads=2))
     assert launches == []
 
 
-def test_the_fused_projection_checks_its_heads():
+def test_fused_projection_with_invalid_heads_raises_value_error():
     with pytest.raises(ValueError, match="must be a multiple of the number of key heads"):
         fused_qkv_block_attention(torch.ones(4, 8), torch.ones(8, 7 * 8), query_heads=3, key_heads=2, head_dim=8)
 
 
-def test_plain_tensors_are_those_that_nobody_watches(monkeypatch):
+def test_is_plain_excludes_subclasses_modes_and_transforms(monkeypatch):
     """As on CUDA, but for the device."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     x = torch.ones(2)

@@ -105,7 +105,7 @@ def assert_exact(name: str, results: dict[str, Any]) -> None:
 
 @NEEDS_TRITON
 @pytest.mark.parametrize("name", NATIVE_VARIANTS)
-def test_native_variant(name):
+def test_native_variant_is_accurate_and_repeatable(name):
     fused = fuse(VARIANTS[name].function, implementation="triton")
     results = results_of(name, fused)
     assert_exact(name, results)
@@ -114,7 +114,7 @@ def test_native_variant(name):
 
 
 @pytest.mark.parametrize("name", ["causal_document", "evoformer_row"])
-def test_variant_through_jax(name):
+def test_variant_through_jax_is_accurate_and_repeatable(name):
     fused = fuse(VARIANTS[name].function)
     results = results_of(name, fused)
     assert_exact(name, results)
@@ -122,14 +122,14 @@ def test_variant_through_jax(name):
 
 
 @pytest.mark.parametrize("name", NATIVE_VARIANTS)
-def test_jax_computes_only_what_it_must(name):
+def test_native_variant_has_the_expected_number_of_jax_segments(name):
     split = Split(marked(trace(VARIANTS[name].function, (), operands(name)[0]), has_gradient=True))
     assert sum(isinstance(part, Segment) for part in split.parts) == NATIVE_VARIANTS[name]
 
 
 @NEEDS_TRITON
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_the_kernel_before_backward_ones_compiles(arch):
+def test_delta_kernel_compiles_without_spills(arch):
     sizes = Sizes(batch=2, rows=8, query_tokens=250, key_tokens=250, head_dim=48, value_dim=48, dtype="bfloat16")
     variant = VARIANTS["evoformer_row"]
     inputs = variant.make_inputs(jax.random.key(0), sizes)
@@ -184,7 +184,7 @@ class Counted:
 
 
 @BOTH
-def test_calls_alike_are_traced_once(implementation):
+def test_equal_calls_are_traced_once(implementation):
     counted = Counted(causal)
     fused = fuse(counted, implementation=implementation)
     operands = tensors()
@@ -201,7 +201,7 @@ def test_calls_alike_are_traced_once(implementation):
 
 
 @BOTH
-def test_arguments_are_trees_with_static_values(implementation):
+def test_arguments_may_be_pytrees_with_static_values(implementation):
     def windowed(inputs, *, width, kind):
         query, key, value = inputs["query"], *inputs["memory"]
         scores = jnp.einsum("btnh,bsnh->bnts", query, key)
@@ -227,7 +227,7 @@ def test_arguments_are_trees_with_static_values(implementation):
 
 
 @BOTH
-def test_only_what_requires_a_gradient_gets_one(implementation, monkeypatch):
+def test_gradients_are_computed_only_for_operands_that_require_them(implementation, monkeypatch):
     launched = []
     original = call._interpreted
     monkeypatch.setattr(call, "_interpreted", lambda spec: (launched.append(spec.name), original(spec))[1])
@@ -247,7 +247,7 @@ def test_only_what_requires_a_gradient_gets_one(implementation, monkeypatch):
 
 
 @BOTH
-def test_no_grad(implementation):
+def test_no_grad_and_inference_mode_build_no_graph(implementation):
     operands = tensors(grad=True)
     fused = fuse(causal, implementation=implementation)
     with torch.no_grad():
@@ -260,7 +260,7 @@ def test_no_grad(implementation):
 
 
 @BOTH
-def test_tensors_that_are_not_contiguous(implementation):
+def test_non_contiguous_operands_and_cotangents_give_equal_results(implementation):
     packed = torch.randn(2, 20, 3, 2, 16, requires_grad=True)
     fused = fuse(causal, implementation=implementation)
     output = fused(*packed.unbind(2))
@@ -273,7 +273,7 @@ def test_tensors_that_are_not_contiguous(implementation):
 
 
 @NEEDS_TRITON
-def test_bfloat16_in_the_interpreter():
+def test_bfloat16_in_the_interpreter_is_accurate():
     operands = [x.bfloat16().requires_grad_() for x in tensors()]
     output = fuse(causal, implementation="triton")(*operands)
     wide = [x.detach().float().requires_grad_() for x in operands]
@@ -294,7 +294,7 @@ def test_bfloat16_in_the_interpreter():
         (features, features.graph_attention, features.OPERANDS),
     ],
 )
-def test_programs_that_are_written_anew(cases, function, shapes):
+def test_rewritten_programs_match_jax_with_gradients(cases, function, shapes):
     """Sums of weights that divide, pixels of a grid, and sums over features."""
     arrays = cases.arrays(*shapes)
     operands = [to_tensor(x).requires_grad_() for x in arrays]
@@ -308,7 +308,7 @@ def test_programs_that_are_written_anew(cases, function, shapes):
 
 @BOTH
 @pytest.mark.parametrize("function", [log_sums.returned, log_sums.merged, log_sums.before])
-def test_log_sum_exps_that_the_function_uses(function, implementation):
+def test_log_sum_exps_match_jax_with_gradients(function, implementation):
     arrays = log_sums.arrays(*[log_sums.OPERAND] * 3)
     operands = [to_tensor(x).requires_grad_() for x in arrays]
     output = fuse(function, implementation=implementation)(*operands)
@@ -322,7 +322,7 @@ def test_log_sum_exps_that_the_function_uses(function, implementation):
 
 @NEEDS_TRITON
 @pytest.mark.parametrize("place", [0, 1])
-def test_one_of_result_and_log_sum_exp_is_differentiated(place):
+def test_gradient_of_output_or_log_sum_exp_alone_matches_jax(place):
     def both(query, key, value):
         scores = jnp.einsum("btnh,bsnh->bnts", query, key)
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value), jax.nn.logsumexp(scores, -1)
@@ -336,7 +336,7 @@ def test_one_of_result_and_log_sum_exp_is_differentiated(place):
 
 
 @NEEDS_TRITON
-def test_attention_after_attention():
+def test_consecutive_attentions_match_jax_with_gradients():
     def twice(query, key, value):
         middle = jnp.tanh(causal(query, key, value))
         return causal(middle * 2, key, value) + middle
@@ -359,7 +359,7 @@ def test_attention_after_attention():
 
 
 @BOTH
-def test_results_are_tensors_of_their_own(implementation):
+def test_results_own_their_memory(implementation):
     def with_inputs(query, key, value):
         output = causal(query, key, value)
         return output, output.reshape(-1), query, query.mT, jnp.arange(3), 2.0
@@ -375,7 +375,7 @@ def test_results_are_tensors_of_their_own(implementation):
 
 
 @BOTH
-def test_arrays_among_the_arguments(implementation):
+def test_arrays_beside_tensors_give_equal_results(implementation):
     query, key, value = tensors(3, (2, 2, 20, 16))
     bias = np.random.default_rng(0).normal(size=(2, 20, 20)).astype(np.float32)
     fused = fuse(biased, implementation=implementation)
@@ -385,7 +385,7 @@ def test_arrays_among_the_arguments(implementation):
 
 
 @BOTH
-def test_activation_checkpointing(implementation):
+def test_activation_checkpointing_keeps_gradients(implementation):
     from torch.utils.checkpoint import checkpoint
 
     fused = fuse(causal, implementation=implementation)
@@ -399,7 +399,7 @@ def test_activation_checkpointing(implementation):
 
 
 @BOTH
-def test_not_fusible(implementation):
+def test_unfusible_function_raises_not_fusible_and_falls_back(implementation):
     with pytest.raises(NotFusible, match=r"`sort` of scores .*test_fuse.py:\d+"):
         fuse(ranked, implementation=implementation)(*tensors())
     fused = fuse(ranked, implementation=implementation, fallback=True)
@@ -419,14 +419,14 @@ def test_refusal_names_the_first_line_that_breaks_a_rule():
     assert blockdiag.torch.explain(case.function)(*map(to_tensor, case.operands)).reason == str(refusal.value)
 
 
-def test_reference_is_the_function_itself():
+def test_reference_implementation_runs_the_function():
     operands = tensors(grad=True)
     output = fuse(ranked, implementation="reference")(*operands)
     torch.testing.assert_close(output.detach(), plain(ranked, *operands))
 
 
 @NEEDS_TRITON
-def test_what_kernels_do_not_take():
+def test_unsupported_dtypes_raise_with_a_remedy():
     query, key, value = tensors()
     with pytest.raises(ValueError, match=r"torch.int64, which JAX would narrow; cast it with tensor.to\(torch.int32\)"):
         fuse(causal, implementation="triton")(query, key, value.long())
@@ -441,7 +441,7 @@ def test_what_kernels_do_not_take():
 
 
 @NEEDS_TRITON
-def test_second_derivatives_are_refused():
+def test_second_derivatives_raise_not_implemented_error():
     operands = tensors(grad=True)
     output = fuse(causal, implementation="triton")(*operands)
     (gradient, *_) = torch.autograd.grad(output.square().sum(), operands, create_graph=True)
@@ -449,7 +449,7 @@ def test_second_derivatives_are_refused():
         gradient.sum().backward()
 
 
-def test_wrong_options():
+def test_invalid_options_raise_value_error():
     with pytest.raises(ValueError, match="`implementation` must be None"):
         fuse(causal, implementation="cuda")
     with pytest.raises(ValueError, match="`via` must be None or 'jax'"):
@@ -457,7 +457,7 @@ def test_wrong_options():
 
 
 @BOTH
-def test_wrong_arguments(implementation):
+def test_invalid_arguments_raise(implementation):
     fused = fuse(causal, implementation=implementation)
     query, key, value = tensors()
     with pytest.raises(ValueError, match="all tensors must be on one device, got some on cpu and meta"):
@@ -475,7 +475,7 @@ def test_wrong_arguments(implementation):
 
 @BOTH
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_nested_tensors_are_refused(implementation):
+def test_nested_tensors_raise_value_error(implementation):
     query, key, value = tensors()
     with pytest.raises(
         ValueError, match=r"(?s)nested, and JAX shares dense memory only.*torch.cat\(tensor.unbind\(\)\)"
@@ -487,7 +487,7 @@ def test_nested_tensors_are_refused(implementation):
     ("arch", "needed", "is_joint"),
     [(90, True, True), (90, False, False), (100, True, False), (None, True, False)],
 )
-def test_a_joint_kernel_is_launched_on_hopper_where_all_that_it_makes_is_needed(arch, needed, is_joint):
+def test_joint_kernel_is_chosen_only_on_hopper_with_all_gradients_needed(arch, needed, is_joint):
     pytest.importorskip("triton")
     case = RESIDENT["evoformer"]
     given = {name: jax.ShapeDtypeStruct(shape, case.dtype) for name, shape in case.shapes.items()}

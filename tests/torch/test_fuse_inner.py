@@ -81,14 +81,14 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("name", inner.FUNCTIONS)
-def test_results_and_gradients(name):
+def test_nested_attention_matches_jax_with_gradients(name):
     function, count = inner.FUNCTIONS[name]
     program = trace(function, tuple(inner.given()), {})
     assert regions_in(marked(program, has_gradient=True).jaxpr) == count
     assert_as_in_jax(function, inner.given(), 1e-4)
 
 
-def test_masks_that_are_made_before_a_loop():
+def test_masks_built_before_a_loop_match_jax():
     segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (inner.BATCH, inner.TOKENS)), 1))
     given = [*inner.given(), *inner.arrays((8,))]
     assert_as_in_jax(lambda *x: inner.hoisted(*x[:-1], segments, x[-1]), given, 1e-4)
@@ -125,11 +125,11 @@ def layer_of(weight):
 
 
 @pytest.mark.parametrize("function", [counted_up, with_all_results, without_steps, chosen_by_a_constant])
-def test_loops_and_branches(function):
+def test_loops_and_branches_match_jax(function):
     assert_as_in_jax(function, arrays())
 
 
-def test_a_loop_is_made_ready_once(launched):
+def test_loop_is_prepared_once(launched):
     """Its steps run the kernels of one."""
 
     def scanned(x, weights):
@@ -148,7 +148,7 @@ def test_a_loop_is_made_ready_once(launched):
 @pytest.mark.parametrize(
     ("policy", "times"), [(None, 2), (jax.checkpoint_policies.everything_saveable, 1)], ids=["nothing", "everything"]
 )
-def test_what_is_not_kept_is_computed_again(policy, times, launched):
+def test_checkpointed_attention_is_recomputed_unless_saved(policy, times, launched):
     def function(x, weights):
         again = jax.checkpoint(layer, policy=policy)
         return jax.lax.scan(lambda x, w: (again(x, w), None), x, weights)[0]
@@ -182,7 +182,7 @@ def test_only_the_chosen_branch_runs(launched):
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
-def test_a_branch_needs_no_jax(is_wanted):
+def test_cond_of_attention_needs_no_jax_segment(is_wanted):
     """Neither which one it is, nor attention of arguments in it: a launch, or none."""
 
     def function(x, is_wanted):
@@ -196,7 +196,7 @@ def test_a_branch_needs_no_jax(is_wanted):
 
 
 @pytest.mark.parametrize("index", [-2, 0, 1, 7])
-def test_indices_beyond_the_branches(index):
+def test_switch_clamps_indices_beyond_the_branches(index):
     """They are those of the first and of the last one."""
 
     def function(x, index):
@@ -207,7 +207,7 @@ def test_indices_beyond_the_branches(index):
     torch.testing.assert_close(found, to_tensor(function(x, index)))
 
 
-def test_results_are_tensors_of_their_own():
+def test_results_of_loops_and_branches_own_their_memory():
     """Also what a loop hands through, and what a branch returns as it is."""
 
     def function(x, weights):
@@ -223,7 +223,7 @@ def test_results_are_tensors_of_their_own():
     assert_same_bits([x, second], [expected, expected])
 
 
-def test_second_derivatives_are_refused():
+def test_second_derivatives_raise_not_implemented_error():
     operands = [to_tensor(x).requires_grad_() for x in arrays()]
     output = fuse(inner_scan, implementation="triton")(*operands)
     (gradient, *_) = torch.autograd.grad(output.square().sum(), operands, create_graph=True)
@@ -235,7 +235,7 @@ def inner_scan(x, weights):
     return jax.lax.scan(jax.checkpoint(lambda x, w: (layer(x, w), None)), x, weights)[0]
 
 
-def test_loops_that_may_end_anywhere_are_refused():
+def test_while_loop_with_attention_raises_not_fusible():
     def function(x, weights):
         return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: layer(x, weights[0]), x)
 
@@ -243,7 +243,7 @@ def test_loops_that_may_end_anywhere_are_refused():
         fuse(function, implementation="triton")(*map(to_tensor, arrays()))
 
 
-def test_derivatives_of_attention_by_hand_are_refused():
+def test_custom_jvp_of_attention_raises_not_fusible():
     by_hand = jax.custom_jvp(attention)
     by_hand.defjvp(lambda primals, tangents: jax.jvp(attention, primals, tangents))
     x, weights = map(to_tensor, arrays())
@@ -251,7 +251,7 @@ def test_derivatives_of_attention_by_hand_are_refused():
         fuse(lambda x, weights: by_hand(x, x @ weights[0, 0], x), implementation="triton")(x, weights)
 
 
-def test_what_kernels_do_not_take_in_a_loop():
+def test_unsupported_head_dimension_in_a_loop_raises_not_implemented_error():
     x, weights = map(to_tensor, arrays())
     with pytest.raises(NotImplementedError, match="head sizes up to 256"):
         wide = torch.zeros(TOKENS, 264), torch.zeros(LAYERS, 3, 264, 264)

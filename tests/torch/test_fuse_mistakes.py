@@ -114,7 +114,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named_with_its_line_and_remedy(name):
+def test_torch_inside_a_fused_function_raises_type_error_with_line_and_remedy(name):
     change, named, remedy = MISTAKES[name]
     with pytest.raises(TypeError, match=named + rf" \(.*test_fuse_mistakes\.py:\d+\) .*{remedy}") as caught:
         fuse(functools.partial(attention, change))(*operands())
@@ -125,7 +125,7 @@ def test_a_mistake_is_named_with_its_line_and_remedy(name):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_every_way_into_jax_explains_mistakes(call):
+def test_every_call_into_jax_explains_torch_parameters(call):
     wrapped = CALLS[call](functools.partial(attention, MISTAKES["a parameter"][0]))
     with pytest.raises(TypeError, match=r"`GAIN` .* make it an argument of the function"):
         wrapped(*operands())
@@ -159,19 +159,19 @@ def divides(scores):
         (lambda s, t: s, TypeError, "missing 1 required positional argument"),
     ],
 )
-def test_other_errors_stay_what_they_were(change, error, message):
+def test_unrelated_errors_are_not_changed(change, error, message):
     with pytest.raises(error, match=message):
         fuse(functools.partial(attention, change))(*operands())
 
 
-def test_a_function_without_source_is_as_it_was():
+def test_error_of_a_function_without_source_is_not_changed():
     names = {"GAIN": GAIN}
     exec("def change(scores): return scores * GAIN", names)
     with pytest.raises(TypeError, match="unsupported operand"):
         fuse(functools.partial(attention, names["change"]))(*operands())
 
 
-def test_a_parameter_that_is_an_argument_has_a_gradient():
+def test_parameter_passed_as_an_argument_has_a_gradient():
     gain = torch.ones(1, 2, 1, 1, requires_grad=True)
     fused = fuse(lambda query, key, value, gain: attention(lambda s: s * gain, query, key, value))
     fused(*operands(), gain).square().sum().backward()

@@ -22,7 +22,7 @@ def causal(query, key, value):
     return jax.nn.softmax(jnp.where(row[:, None] >= row[None, :], scores, -jnp.inf)) @ value
 
 
-def test_parts_of_keys_travel_while_attention_is_computed():
+def test_ring_transfers_overlap_with_attention():
     """Forward and backward, the transfers of a step leave before its kernels and are awaited after them."""
     whole = jax.ShapeDtypeStruct((1, 64, 16), jnp.bfloat16)
     (region,) = trace(causal, (whole, whole, whole), {}).all_regions()

@@ -40,7 +40,7 @@ def tensors(grad: bool = False) -> list[Any]:
 
 
 @BOTH
-def test_keys_of_random_numbers(implementation):
+def test_dropout_keys_repeat_and_match_jax(implementation):
     fused = fuse(dropped, implementation=implementation)
     operands = tensors(grad=True)
     first, again, other = (fused(*operands, jax.random.key(seed)) for seed in (0, 0, 1))
@@ -54,7 +54,7 @@ def test_keys_of_random_numbers(implementation):
 
 
 @BOTH
-def test_keys_of_several_kinds(implementation):
+def test_keys_of_several_implementations_are_accepted(implementation):
     fused = fuse(lambda q, k, v, keys: dropped(q, k, v, keys["rngs"][1]), implementation=implementation)
     keys = [jax.random.split(jax.random.key(3, impl=kind), 2) for kind in ("threefry2x32", "rbg")]
     found = [fused(*tensors(), {"rngs": x}) for x in keys]
@@ -105,7 +105,7 @@ def dropped_by_a_constant_key(x, rng):
         dropped_by_a_constant_key,
     ],
 )
-def test_keys_on_their_way_to_where_they_are_used(function, implementation):
+def test_dropout_inside_nested_programs_matches_jax(function, implementation):
     x = tensors(grad=True)[0]
     output = fuse(function, implementation=implementation)(x, jax.random.key(0))
     (gradient,) = torch.autograd.grad(output.sum(), x)
@@ -116,13 +116,13 @@ def test_keys_on_their_way_to_where_they_are_used(function, implementation):
 
 
 @BOTH
-def test_keys_are_no_results(implementation):
+def test_returned_key_raises_type_error(implementation):
     with pytest.raises(TypeError, match=r"returns a random key, which torch does not support; return"):
         fuse(lambda *x: (attention(*x), jax.random.key(0)), implementation=implementation)(*tensors())
 
 
 @BOTH
-def test_numpy_numbers_are_operands(implementation):
+def test_numpy_scalars_are_operands_without_retracing(implementation):
     """A number of a schedule makes no program of its own, and 64 bits are not narrowed without a word."""
     traces = []
     fused = fuse(lambda *x: (traces.append(1), scaled(*x))[1], implementation=implementation)
@@ -162,7 +162,7 @@ EFFECTS = {"debug_print": printing, "new_ref": writing, "ref": writing_the_resul
 
 @NEEDS_TRITON
 @pytest.mark.parametrize("name", EFFECTS)
-def test_effects_are_not_lost(name):
+def test_effects_raise_not_implemented_error_in_kernels_and_run_through_jax(name):
     """They are JAX's, as a whole: refused where it may not compute the call."""
     function = EFFECTS[name]
     with pytest.raises(NotImplementedError, match=rf"`\w*{name}.*test_fuse_uses.py.*via=\"jax\""):
@@ -195,7 +195,7 @@ class Scaled(torch.nn.Module):
         return scaled(query, key, value, self.scale)
 
 
-def test_parameters_must_be_arguments():
+def test_closed_over_parameters_raise_type_error():
     module = Scaled()
     module(*tensors()).sum().backward()
     assert module.scale.grad is not None
@@ -203,13 +203,13 @@ def test_parameters_must_be_arguments():
         module.decorated(*tensors())
 
 
-def test_other_type_errors_are_what_they_were():
+def test_unrelated_type_errors_are_not_changed():
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         fuse(attention)(*tensors()[:2])
 
 
 @BOTH
-def test_what_is_fused_already(implementation):
+def test_fuse_of_a_jax_fused_function_matches_it(implementation):
     fused = fuse(attention, implementation="xla")
     again = fuse(fused, implementation=implementation)
     torch.testing.assert_close(again(*tensors()), fused(*tensors()))
@@ -219,7 +219,7 @@ def test_what_is_fused_already(implementation):
     torch.testing.assert_close(found, fused(*tensors()))
 
 
-def test_explanations_of_tensors():
+def test_explain_of_tensors_matches_explain_of_arrays():
     def masked(query, key, value, segments):
         scores = jnp.where(segments[:, None] == segments[None, :], query @ key.mT, -jnp.inf)
         return jax.nn.softmax(scores) @ value
@@ -237,7 +237,7 @@ def test_explanations_of_tensors():
 
 
 @BOTH
-def test_second_derivatives_raise_one_type(implementation):
+def test_second_derivatives_raise_not_implemented_error(implementation):
     operands = tensors(grad=True)
     output = fuse(attention, implementation=implementation)(*operands)
     (gradient, *_) = torch.autograd.grad(output.square().sum(), operands, create_graph=True)

@@ -64,14 +64,14 @@ def forget_compiled_functions():
         ("float16, no activation", ("triton", "xla")),
     ],
 )
-def test_results_are_accurate(name, implementation):
+def test_output_and_gradients_are_accurate(name, implementation):
     case = CASES[name]
     actual = [to_numpy(x) for x in results_of(case, implementation=implementation)]
     assert_accurate(actual, exact_convolution(case, case.operands()), case.operands())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_jax_bitwise(name):
+def test_results_equal_jax_bitwise(name):
     case = CASES[name]
     key, weights, cotangent = case.operands()
     output = case.convolve()(key, weights)
@@ -79,7 +79,7 @@ def test_results_are_those_of_jax_bitwise(name):
     assert_same_bits(results_of(case), (output, *gradients))
 
 
-def test_double_precision():
+def test_float64_results_are_accurate():
     case = dataclasses.replace(CASES["offsets"], dtype="float64")
     with jax.enable_x64(True):
         operands = case.operands()
@@ -87,13 +87,13 @@ def test_double_precision():
     assert_accurate([to_numpy(x) for x in actual], exact_convolution(case, operands), operands)
 
 
-def test_gradcheck():
+def test_gradients_pass_gradcheck():
     case = ConvolutionCase(lengths=(2, 4), layout="offsets", padding=1, key_heads=1, head_dim=3)
     inputs = [x.double().requires_grad_() for x in tensors_of(case)[:2]]
     assert torch.autograd.gradcheck(convolve(case), inputs)
 
 
-def test_inputs_that_are_not_contiguous():
+def test_non_contiguous_operands_give_equal_results():
     case = CASES["batch"]
     key, weights, cotangent = tensors_of(case)
     operands = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (key, weights, cotangent)]
@@ -101,7 +101,7 @@ def test_inputs_that_are_not_contiguous():
     assert_same_bits(value_and_gradients(convolve(case), *operands), results_of(case))
 
 
-def test_gradients_of_one_operand():
+def test_gradient_of_one_operand_equals_the_full_gradient():
     case = CASES["batch"]
     expected = results_of(case)[1:]
     for wanted in range(2):
@@ -113,7 +113,7 @@ def test_gradients_of_one_operand():
 
 
 @pytest.mark.parametrize("shape", [(0, 20, 2, 8), (2, 0, 2, 8), (0, 2, 8)])
-def test_no_tokens_are_legal(shape):
+def test_empty_operands_keep_their_shape(shape):
     key, weights = torch.zeros(shape, requires_grad=True), torch.ones(3, 2, 8, requires_grad=True)
     output = key_convolution(key, weights)
     output.sum().backward()
@@ -121,7 +121,7 @@ def test_no_tokens_are_legal(shape):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_operators_keep_their_promises(name):
+def test_operators_pass_opcheck(name):
     """Schema, fake kernel and derivative of the operators, also with symbolic shapes."""
     case = CASES[name]
     key, weights, *rest = operator_arguments(case)
@@ -130,7 +130,7 @@ def test_operators_keep_their_promises(name):
     torch.library.opcheck(OPERATORS.key_convolution_backward, (tensors_of(case)[2], key, weights, *rest))
 
 
-def test_operators_through_jax_keep_their_promises():
+def test_operators_through_jax_pass_opcheck():
     case = CASES["offsets"]
     key, weights, *rest = operator_arguments(case, "xla")
     with_gradients = (key.clone().requires_grad_(), weights.clone().requires_grad_(), *rest)
@@ -138,7 +138,7 @@ def test_operators_through_jax_keep_their_promises():
     torch.library.opcheck(OPERATORS.key_convolution_backward_through_jax, (tensors_of(case)[2], key, weights, *rest))
 
 
-def test_cuda_graphs_may_hold_only_the_native_operators():
+def test_only_native_operators_are_safe_in_cuda_graphs():
     for method in ("forward", "backward"):
         native, through_jax = (getattr(OPERATORS, f"key_convolution_{method}{end}") for end in ("", "_through_jax"))
         assert torch.Tag.cudagraph_unsafe not in native.default.tags
@@ -147,7 +147,7 @@ def test_cuda_graphs_may_hold_only_the_native_operators():
 
 @pytest.mark.parametrize("name", ["offsets", "bfloat16, weights float32"])
 @pytest.mark.parametrize("via", [None, "jax"])
-def test_compiles_to_one_graph(name, via):
+def test_compiled_call_is_one_graph_and_equals_the_eager_call(name, via):
     case = CASES[name]
     function = convolve(case, via=via)
     compiled = torch.compile(lambda k, w: 2 * function(k, w), fullgraph=True, backend="aot_eager")
@@ -155,7 +155,7 @@ def test_compiles_to_one_graph(name, via):
     assert_same_bits(value_and_gradients(compiled, *tensors_of(case)), plain)
 
 
-def test_new_lengths_compile_nothing():
+def test_new_lengths_do_not_recompile():
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -168,7 +168,7 @@ def test_new_lengths_compile_nothing():
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_autocast(is_compiled):
+def test_autocast_casts_the_key_and_keeps_float32_weights(is_compiled):
     """The key is cast; float32 weights need not be, and their gradient is float32."""
     case = CASES["batch"]
     key, weights, cotangent = tensors_of(case)
@@ -186,7 +186,7 @@ def test_autocast(is_compiled):
         assert key_convolution(key.double(), weights.double()).dtype == torch.float64
 
 
-def test_activation_checkpointing():
+def test_activation_checkpointing_equals_the_plain_call():
     case = CASES["offsets"]
 
     def layer(key, weights):
@@ -197,7 +197,7 @@ def test_activation_checkpointing():
     assert_same_bits(value_and_gradients(layer, *tensors_of(case)), expected)
 
 
-def test_vmap():
+def test_vmap_equals_single_calls():
     case = CASES["batch"]
     stacked = [torch.stack((x, 2 * x)) for x in tensors_of(case)]
     mapped = value_and_gradients(torch.func.vmap(convolve(case)), *stacked)
@@ -205,7 +205,7 @@ def test_vmap():
         assert_same_bits([x[index] for x in mapped], value_and_gradients(convolve(case), *(x[index] for x in stacked)))
 
 
-def test_second_derivatives_are_refused():
+def test_second_derivatives_raise_not_implemented_error():
     key, weights, _ = tensors_of(CASES["batch"])
     key.requires_grad_()
     (gradient,) = torch.autograd.grad(key_convolution(key, weights).sin().sum(), key, create_graph=True)
@@ -214,7 +214,7 @@ def test_second_derivatives_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, with its first tangent
-def test_forward_mode_is_refused():
+def test_forward_mode_raises_not_implemented_error():
     operands = tuple(tensors_of(CASES["batch"])[:2])
     with pytest.raises(NotImplementedError, match=r"forward-mode derivatives of key convolution"):
         torch.func.jvp(key_convolution, operands, operands)
@@ -237,14 +237,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name):
+def test_invalid_arguments_raise_value_error(name):
     changes, message = MISTAKES[name]
     arguments = {"key": torch.zeros(4, 1, 8), "weights": torch.zeros(3, 1, 8), **changes}
     with pytest.raises(ValueError, match=message):
         key_convolution(**arguments)
 
 
-def test_meta_tensors():
+def test_meta_tensors_give_meta_tensors():
     """Shapes follow without memory and without any implementation."""
     key = torch.zeros(2, 20, 2, 8, device="meta", dtype=torch.bfloat16)
     output = key_convolution(key, torch.zeros(3, 2, 8, device="meta"))

@@ -32,12 +32,12 @@ def message_of(function, arguments) -> str:
     return re.sub(r"torch\.(?=b?float|int)", "", str(caught.value))
 
 
-# Told in torch's words; see `test_mistakes_only_torch_knows`.
+# Told in torch's words; see `test_invalid_torch_arguments_raise_value_error`.
 OTHER_KINDS = {"offsets of a list", "rotary of a tuple", "tables of lists"}
 
 
 @pytest.mark.parametrize("mistake", [name for name in test_validation.MISTAKES if name not in OTHER_KINDS])
-def test_mistakes_are_told_as_in_jax(mistake):
+def test_invalid_arguments_raise_the_errors_of_jax(mistake):
     arguments, _ = test_validation.MISTAKES[mistake]
     query, key = test_validation.QUERY, test_validation.KEY
     arguments = {"query": query, "key": key, "value": key, "block_size": 8} | arguments
@@ -47,7 +47,7 @@ def test_mistakes_are_told_as_in_jax(mistake):
 
 
 @pytest.mark.parametrize("mistake", test_validation.PROJECTION_MISTAKES)
-def test_mistakes_of_projections_are_told_as_in_jax(mistake):
+def test_invalid_projection_arguments_raise_the_errors_of_jax(mistake):
     arguments, _ = test_validation.PROJECTION_MISTAKES[mistake]
     zeros = test_validation.zeros
     arguments = {"x": zeros(20, 16), "w_qkv": zeros(16, 64), **test_validation.PROJECTION} | arguments
@@ -56,7 +56,7 @@ def test_mistakes_of_projections_are_told_as_in_jax(mistake):
     assert message_of(fused_qkv_block_attention, arguments) == expected
 
 
-def test_mistakes_only_torch_knows():
+def test_invalid_torch_arguments_raise_value_error():
     query = torch.zeros(2, 20, 4, 8)
     with pytest.raises(ValueError, match=r"`via` must be None or 'jax', got 'xla'"):
         block_diagonal_attention(query, query, query, via="xla")

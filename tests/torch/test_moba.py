@@ -60,7 +60,7 @@ def as_arrays(tensors):
 
 
 @pytest.mark.parametrize("name", CASES | EMPTY_CASES)
-def test_results_are_accurate(name):
+def test_output_and_gradients_are_accurate(name):
     case = (CASES | EMPTY_CASES)[name]
     assert_accurate(case, as_arrays(results_of(case)), dense_results(case))
 
@@ -68,19 +68,19 @@ def test_results_are_accurate(name):
 @pytest.mark.parametrize(
     ("name", "implementation"), [("packed, other keys", "reference"), ("own block only", ("triton", "xla"))]
 )
-def test_implementations(name, implementation):
+def test_named_implementations_are_accurate(name, implementation):
     case = dataclasses.replace(CASES[name], head_dim=7) if implementation != "reference" else CASES[name]
     assert_accurate(case, as_arrays(results_of(case, implementation=implementation)), dense_results(case))
 
 
 @pytest.mark.parametrize("name", ["batch", "packed, other keys", "not causal"])
-def test_results_are_those_of_jax_bitwise(name):
+def test_results_equal_jax_bitwise(name):
     case = CASES[name]
     assert_same_bits(results_of(case)[:2], case.attend(None)(*case.operands()[:3]))
 
 
 @pytest.mark.parametrize("name", CASES | EMPTY_CASES)
-def test_routing(name):
+def test_moba_routing_matches_dense_routing(name):
     case = (CASES | EMPTY_CASES)[name]
     routing = route(case)(*tensors_of(case)[:2])
     assert routing.indices.dtype == torch.int32 and routing.block_size == 16
@@ -90,7 +90,7 @@ def test_routing(name):
 
 
 @pytest.mark.parametrize("name", ["grouped, bfloat16", "packed, other keys", "not causal", "own block only"])
-def test_given_routings(name):
+def test_given_routings_are_accurate(name):
     case = CASES[name]
     edited = edited_routing_of(name)
     actual = as_arrays(results_of(case, routing=to_torch_routing(edited)))
@@ -100,7 +100,7 @@ def test_given_routings(name):
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("packed, other keys", None), ("not causal", "reference")])
-def test_double_precision(name, implementation):
+def test_float64_results_are_accurate(name, implementation):
     case = dataclasses.replace(CASES[name], dtype="float64")
     with jax.enable_x64(True):
         tensors = tensors_of(case)
@@ -108,7 +108,7 @@ def test_double_precision(name, implementation):
         assert_accurate(case, actual, dense_results(case))
 
 
-def test_gradcheck():
+def test_gradients_pass_gradcheck():
     case = MoBACase(lengths=(18, 3), layout="offsets", padding=1, head_dim=2, top_k=2, query_heads=2, key_heads=1)
     inputs = [x.double().requires_grad_() for x in tensors_of(case)[:3]]
     # Small differences must not change what is chosen.
@@ -117,7 +117,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *x: [one[:21] for one in function(*x)], inputs)
 
 
-def test_inputs_that_are_not_contiguous():
+def test_non_contiguous_operands_give_equal_results():
     case = CASES["more keys, masked, scale"]
     *operands, log_sum_cotangent = tensors_of(case)
     swapped = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in operands]
@@ -127,7 +127,7 @@ def test_inputs_that_are_not_contiguous():
     assert_same_bits(value_and_gradients(attend(case, key_mask=mask), *swapped), results_of(case))
 
 
-def test_gradients_of_one_result_and_of_one_operand():
+def test_gradient_of_one_result_and_one_operand_equals_the_full_gradient():
     case = CASES["packed"]
     tensors = tensors_of(case)
     nothing = torch.zeros_like
@@ -142,7 +142,7 @@ def test_gradients_of_one_result_and_of_one_operand():
             assert all(x.grad is None for place, x in enumerate(operands) if place != wanted)
 
 
-def test_what_is_kept_for_the_backward_pass():
+def test_residuals_are_operands_results_tables_and_lists():
     """Operands, output, log-sum-exp, tables and lists; no scores and no scratch memory."""
     case = CASES["batch"]
     query, key, value, *_ = (x.requires_grad_() for x in tensors_of(case))
@@ -175,7 +175,7 @@ WILD_OFFSETS = {
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("name", WILD_OFFSETS)
-def test_tables_of_any_offsets_are_those_of_jax(name, is_causal):
+def test_tables_of_invalid_offsets_equal_those_of_jax(name, is_causal):
     case = MoBACase(lengths=(60,), key_lengths=(75,), is_causal=is_causal)
     offsets = [np.asarray(x, np.int32) for x in WILD_OFFSETS[name]]
     arguments = list_arguments(case)
@@ -188,7 +188,7 @@ def test_tables_of_any_offsets_are_those_of_jax(name, is_causal):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tables_are_those_of_jax(name):
+def test_tables_equal_those_of_jax(name):
     case = CASES[name]
     arguments = list_arguments(case)
     problem = describe_lists(arguments)
@@ -235,7 +235,7 @@ NATIVE_CASES = {
 
 @pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("name", NATIVE_CASES)
-def test_the_native_path_in_the_interpreter(interpreted_kernels, name, is_given):
+def test_native_path_in_the_interpreter_is_accurate(interpreted_kernels, name, is_given):
     case = NATIVE_CASES[name]
     *operands, cotangent, log_sum_cotangent = tensors_of(case)
     query, key, *_ = case.operands()
@@ -273,7 +273,7 @@ def test_the_native_path_in_the_interpreter(interpreted_kernels, name, is_given)
 
 
 @pytest.mark.parametrize("name", ["packed, other keys", "not causal", "more queries"])
-def test_choices_of_given_routings_are_those_of_jax(name):
+def test_given_choice_equals_that_of_jax(name):
     from blockdiag.ops.moba import routing as jax_routing
     from blockdiag.torch.ops.moba import routing as _moba_routing
 
@@ -317,24 +317,24 @@ def check_operators(case, suffix="", **more):
 
 
 @pytest.mark.parametrize("name", ["grouped, bfloat16", "packed, other keys", "own block only"])
-def test_operators_keep_their_promises(name):
+def test_operators_pass_opcheck(name):
     check_operators(CASES[name])
 
 
 @pytest.mark.parametrize("name", ["batch", "not causal"])
-def test_operators_with_a_given_routing_keep_their_promises(name):
+def test_operators_with_a_given_routing_pass_opcheck(name):
     check_operators(CASES[name], routing=to_torch_routing(edited_routing_of(name)))
 
 
-def test_operators_through_jax_keep_their_promises():
+def test_operators_through_jax_pass_opcheck():
     check_operators(CASES["packed"], "_through_jax", implementation="xla")
 
 
-def test_operators_of_empty_calls_keep_their_promises():
+def test_operators_of_empty_calls_pass_opcheck():
     check_operators(EMPTY_CASES["no keys"])
 
 
-def test_cuda_graphs_may_hold_only_the_native_operators():
+def test_only_native_operators_are_safe_in_cuda_graphs():
     for method in ("routing", "lists", "forward", "backward"):
         native, through_jax = (getattr(OPERATORS, f"moba_{method}{end}") for end in ("", "_through_jax"))
         assert torch.Tag.cudagraph_unsafe not in native.default.tags
@@ -343,7 +343,7 @@ def test_cuda_graphs_may_hold_only_the_native_operators():
 
 @pytest.mark.parametrize("via", [None, "jax"])
 @pytest.mark.parametrize("name", ["grouped, bfloat16", "packed, other keys"])
-def test_compiles_to_one_graph(name, via):
+def test_compiled_call_is_one_graph_and_equals_the_eager_call(name, via):
     case = CASES[name]
     function = attend(case, via=via)
 
@@ -355,7 +355,7 @@ def test_compiles_to_one_graph(name, via):
     assert_same_bits(value_and_gradients(compiled, *tensors_of(case)), value_and_gradients(layer, *tensors_of(case)))
 
 
-def test_a_routing_shared_by_compiled_layers():
+def test_compiled_layers_with_a_shared_routing_equal_eager_layers():
     case = CASES["batch"]
 
     def layers(query, key, value):
@@ -369,7 +369,7 @@ def test_a_routing_shared_by_compiled_layers():
 
 
 @pytest.mark.parametrize("layout", ["batch", "offsets"])
-def test_new_lengths_compile_nothing(layout):
+def test_new_lengths_do_not_recompile(layout):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -390,7 +390,7 @@ def test_new_lengths_compile_nothing(layout):
     assert counter.frame_count == 1
 
 
-def test_mistakes_in_compiled_functions_are_value_errors():
+def test_invalid_arguments_of_a_compiled_call_raise_value_error():
     query = torch.zeros(20, 4, 8)
     mistakes = {
         "`block_size` must be a multiple of 16": dict(block_size=0),
@@ -405,7 +405,7 @@ def test_mistakes_in_compiled_functions_are_value_errors():
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_autocast(is_compiled):
+def test_autocast_equals_the_bfloat16_call(is_compiled):
     case = CASES["batch"]
     query, key, value, cotangent, log_sum_cotangent = tensors_of(case)
     function = attend(case)
@@ -427,7 +427,7 @@ def test_autocast(is_compiled):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_activation_checkpointing(is_compiled):
+def test_activation_checkpointing_equals_the_plain_call(is_compiled):
     case = CASES["packed, other keys"]
     function = attend(case)
     run = lambda query, key, value: function(query.sin(), key, value)  # noqa: E731
@@ -462,7 +462,7 @@ def test_selective_checkpointing_routes_and_attends_once():
     assert calls.count(False) == 2
 
 
-def test_vmap():
+def test_vmap_equals_single_calls():
     case = CASES["batch"]
     stacked = [torch.stack((x, 2 * x)) for x in tensors_of(case)]
     mapped = value_and_gradients(torch.func.vmap(attend(case)), *stacked)
@@ -471,7 +471,7 @@ def test_vmap():
         assert_same_bits([x[index] for x in mapped], expected)
 
 
-def test_second_derivatives_are_refused():
+def test_second_derivatives_raise_not_implemented_error():
     query, key, value, *_ = tensors_of(CASES["batch"])
     query.requires_grad_()
     output, _ = attend(CASES["batch"])(query, key, value)
@@ -481,13 +481,13 @@ def test_second_derivatives_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, with its first tangent
-def test_forward_mode_is_refused():
+def test_forward_mode_raises_not_implemented_error():
     operands = tuple(tensors_of(CASES["batch"])[:3])
     with pytest.raises(NotImplementedError, match=r"forward-mode derivatives of MoBA"):
         torch.func.jvp(attend(CASES["batch"]), operands, operands)
 
 
-def test_meta_tensors():
+def test_meta_tensors_give_meta_tensors():
     """Shapes follow without memory and without any implementation."""
     query = torch.zeros(2, 100, 4, 8, device="meta", dtype=torch.bfloat16)
     output, log_sum = moba_attention(query, query, query, block_size=16, top_k=3, return_residual=True)
@@ -558,7 +558,7 @@ ATTENTION_MISTAKES = {
 
 
 @pytest.mark.parametrize("name", SHARED_MISTAKES | ATTENTION_MISTAKES)
-def test_mistakes_in_attention(name):
+def test_moba_attention_with_invalid_arguments_raises_value_error(name):
     changes, message = (SHARED_MISTAKES | ATTENTION_MISTAKES)[name]
     arguments = dict(query=QUERY, key=KEY, value=changes.get("key", KEY), block_size=16, top_k=2) | changes
     with pytest.raises(ValueError, match=message):
@@ -566,25 +566,25 @@ def test_mistakes_in_attention(name):
 
 
 @pytest.mark.parametrize("name", SHARED_MISTAKES)
-def test_mistakes_in_routing(name):
+def test_moba_routing_with_invalid_arguments_raises_value_error(name):
     changes, message = SHARED_MISTAKES[name]
     with pytest.raises(ValueError, match=message):
         moba_routing(**(dict(query=QUERY, key=KEY, block_size=16, top_k=2) | changes))
 
 
-def test_an_implementation_that_cannot_says_why():
+def test_unsupported_implementation_raises_not_implemented_error():
     query = torch.zeros(20, 1, 7)
     with pytest.raises(NotImplementedError, match="implementation='triton' cannot compute this call"):
         moba_attention(query, query, query, block_size=16, top_k=2, implementation="triton")
 
 
-def test_lists_of_another_call_are_refused():
+def test_lists_of_another_call_raise_value_error():
     arguments = attention_arguments(CASES["batch"])
     with pytest.raises(ValueError, match=r"`queries` must be torch.int32 of shape \(122, 4\), got .*moba_lists"):
         OPERATORS.moba_forward(*arguments[:5], arguments[5][:-1], *arguments[6:])
 
 
-def test_parts_of_some_heads_go_before_those_of_the_next():
+def test_forward_steps_merge_each_group_of_heads_before_the_next():
     from blockdiag.torch.ops.moba import native as _moba_native
 
     problem = MoBAProblem(

@@ -144,7 +144,7 @@ def expected_output(module, x, call):
 
 
 @pytest.mark.parametrize("name", REFERENCE_CASES)
-def test_forward_is_that_of_the_jax_functions(name):
+def test_forward_matches_the_jax_functions(name):
     options, shape, call = REFERENCE_CASES[name]
     module, x = make(**options), tokens(*shape, WIDTH)
     output = module(x, **call)
@@ -157,7 +157,7 @@ def test_forward_is_that_of_the_jax_functions(name):
     [{"num_key_heads": 2, "scale": 0.3}, FULL, FULL | {"rotary_interleaved": True, "is_causal": False}],
     ids=["grouped", "convolution, rotary", "interleaved, not causal"],
 )
-def test_gradients_are_those_of_plain_torch(options):
+def test_gradients_match_plain_torch(options):
     module = make(dtype=torch.float64, top_k=3, **options)
     x = tokens(2, 40, WIDTH, dtype=torch.float64)
     ours = value_and_gradients(module, module, x)
@@ -165,7 +165,7 @@ def test_gradients_are_those_of_plain_torch(options):
     assert_all_close(ours, plain, rtol=1e-9, atol=1e-9)
 
 
-def test_a_routing_decides_what_is_seen():
+def test_given_routing_decides_which_blocks_are_seen():
     module, x = make(), tokens(2, 40, WIDTH)
     plain = plain_attention(module, x)
     assert (module(x) - plain).abs().max() > 1e-2
@@ -177,7 +177,7 @@ def test_a_routing_decides_what_is_seen():
     torch.testing.assert_close(module(x, routing=own), module(x), rtol=1e-5, atol=1e-6)
 
 
-def test_training():
+def test_training_reduces_the_loss_and_changes_every_parameter():
     """Regression onto what another module computes; all parameters move, those of the convolution from 0 too."""
     x = tokens(3, 40, WIDTH)
     target = make(seed=3, **FULL)(x).detach()
@@ -208,7 +208,7 @@ def test_loads_the_state_of_torch_multihead_attention():
     torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_state_is_saved_and_loaded_bit_by_bit():
+def test_saved_and_loaded_state_gives_equal_output():
     module = make(**FULL)
     assert {name: tuple(value.shape) for name, value in module.state_dict().items()} == {
         "in_proj_weight": (3 * WIDTH, WIDTH),
@@ -244,7 +244,7 @@ def test_rotary_tables_survive_casts_and_copies():
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_made_on_the_meta_device(assign):
+def test_module_made_on_the_meta_device_loads_state(assign):
     module, x = make(**FULL), tokens(2, 40, WIDTH)
     with torch.device("meta"):
         hollow = MoBASelfAttention(WIDTH, HEADS, block_size=16, top_k=2, **FULL)
@@ -255,7 +255,7 @@ def test_made_on_the_meta_device(assign):
     assert torch.equal(hollow(x), module(x))
 
 
-def test_bfloat16_and_autocast_err_by_a_few_roundings():
+def test_bfloat16_and_autocast_are_accurate():
     module, x = make(top_k=3, **FULL), tokens(2, 40, WIDTH)
     expected = value_and_gradients(module, module, x)
 
@@ -276,7 +276,7 @@ def test_bfloat16_and_autocast_err_by_a_few_roundings():
 
 
 @pytest.mark.parametrize("name", ["convolution, rotary, mask", "packed"])
-def test_compiled_without_graph_breaks(name):
+def test_compiled_module_has_no_graph_breaks(name):
     options, shape, call = REFERENCE_CASES[name]
     module, x = make(**options), tokens(*shape, WIDTH)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -285,7 +285,7 @@ def test_compiled_without_graph_breaks(name):
     torch._dynamo.reset()
 
 
-def test_checkpointing_changes_nothing():
+def test_checkpointing_keeps_gradients_bitwise():
     module = nn.Sequential(make(**FULL), nn.GELU(), make(seed=4, is_causal=False))
     x = tokens(2, 40, WIDTH)
     kept = value_and_gradients(module, module, x)
@@ -293,7 +293,7 @@ def test_checkpointing_changes_nothing():
     assert_all_close(recomputed, kept, rtol=0, atol=0)
 
 
-def test_repr_says_what_is_set():
+def test_repr_shows_non_default_options():
     text = repr(make(scale=0.5, bias=False, **FULL))
     for part in ("num_heads=4", "block_size=16", "top_k=2", "key_convolution_size=3", "max_position=48", "scale=0.5"):
         assert part in text
@@ -320,7 +320,7 @@ def test_repr_says_what_is_set():
     ],
     ids=str,
 )
-def test_wrong_options(options, message):
+def test_invalid_options_raise_value_error(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make(**options)
 
@@ -354,6 +354,6 @@ def test_wrong_options(options, message):
     ],
     ids=["rank", "channels", "dtype", "positions", "mask", "tables", "packed tables", "positions beyond"],
 )
-def test_wrong_inputs(options, x, call, message):
+def test_invalid_inputs_raise_value_error(options, x, call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make(**options)(x, **call)

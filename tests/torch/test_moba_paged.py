@@ -43,13 +43,13 @@ def small_arguments():
     return to_tensors(arguments) | OPTIONS
 
 
-def test_values():
+def test_moba_paged_attention_is_accurate():
     case = CASES["e4m3, scales of tokens"]
     case.check(as_arrays(moba_paged_attention(**arguments_of(case), return_residual=True)))
 
 
 @pytest.mark.parametrize("via", [None, "jax"])
-def test_last_rows_of_moba(via):
+def test_results_match_the_last_rows_of_moba(via):
     _, expected = last_rows_of_moba(4)
     results = moba_paged_attention(**small_arguments(), via=via, implementation="reference", return_residual=True)
     for one, other in zip(results, expected, strict=True):
@@ -69,7 +69,7 @@ NATIVE = (
 
 @pytest.mark.usefixtures("interpreted_paged_kernels")
 @pytest.mark.parametrize("name", NATIVE)
-def test_the_native_path_in_the_interpreter(name):
+def test_native_path_in_the_interpreter_is_accurate(name):
     from blockdiag.torch.ops.moba_paged import native
 
     case = CASES[name]
@@ -77,7 +77,7 @@ def test_the_native_path_in_the_interpreter(name):
 
 
 @pytest.mark.usefixtures("interpreted_paged_kernels")
-def test_empty_calls():
+def test_empty_calls_return_zeros():
     """No queries, and no pages."""
     from blockdiag.torch.ops.moba_paged import native
 
@@ -90,20 +90,20 @@ def test_empty_calls():
         assert not results[0].any() and results[1].isneginf().all()
 
 
-def test_operators_keep_their_promises():
+def test_operator_passes_opcheck():
     arguments = operator_arguments(small_arguments() | {"key_scale": torch.tensor(2.0)})
     torch.library.opcheck(OPERATORS.moba_paged_attention, tuple(arguments))
     assert torch.Tag.cudagraph_unsafe not in OPERATORS.moba_paged_attention.default.tags
     assert torch.Tag.cudagraph_unsafe in OPERATORS.moba_paged_attention_through_jax.default.tags
 
 
-def test_compiles_to_one_graph():
+def test_compiled_call_is_one_graph_and_equals_the_eager_call():
     arguments = small_arguments()
     compiled = torch.compile(moba_paged_attention, fullgraph=True, backend="aot_eager")
     assert_same_bits([compiled(**arguments, value_scale=2.0)], [moba_paged_attention(**arguments, value_scale=2.0)])
 
 
-def test_derivatives_are_refused():
+def test_derivatives_raise_type_error():
     arguments = small_arguments()
     arguments["query"].requires_grad_()
     with pytest.raises(TypeError, match="moba_paged_attention is for inference and cannot be differentiated"):
@@ -111,7 +111,7 @@ def test_derivatives_are_refused():
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_mistakes_are_those_of_jax(message):
+def test_invalid_arguments_raise_the_errors_of_jax(message):
     arguments, _ = last_rows_of_moba(1)
     arguments = arguments | OPTIONS | BAD[message]
     functions = blockdiag.moba_paged_attention, moba_paged_attention
@@ -119,7 +119,7 @@ def test_mistakes_are_those_of_jax(message):
     assert ours == other
 
 
-def test_mistakes_of_torch():
+def test_invalid_tensors_raise_value_error():
     arguments = small_arguments()
     centroids = arguments["key_centroids"]
     swapped = centroids.transpose(1, 2).contiguous().transpose(1, 2)

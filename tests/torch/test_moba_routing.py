@@ -14,7 +14,7 @@ from tests.torch.torch_support import assert_same_bits, to_tensor  # noqa: E402
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_conversions_are_those_of_jax(name):
+def test_conversions_equal_those_of_jax(name):
     case, routing = CASES[name], edited_routing_of(name)
     ours = to_torch_routing(routing)
     offsets = case.packing.get("sequence_offsets")
@@ -39,7 +39,7 @@ def test_conversions_are_those_of_jax(name):
     assert (back.block_size, back.num_blocks) == (16, routing.num_blocks)
 
 
-def test_lists_as_flash_moba_makes_them():
+def test_from_block_lists_accepts_lists_of_flash_moba():
     """int64 offsets, lists anywhere in the rows, in any order, and rows that nobody listed."""
     offsets = torch.tensor([[[5, 2, 2]], [[7, 0, 9]]])
     counts = torch.tensor([[[2, 0, 3]], [[2, 2, 0]]])
@@ -53,7 +53,7 @@ def test_lists_as_flash_moba_makes_them():
         Routing.from_block_lists(offsets, counts, rows, num_queries=4, block_size=16, top_k=1)
 
 
-def test_empty_conversions():
+def test_empty_routings_are_converted():
     nothing = Routing(torch.zeros(0, 2, 3, dtype=torch.int32), 16, 0)
     offsets, counts, rows = nothing.to_block_lists()
     assert offsets.shape == counts.shape == (1, 2, 0) and rows.shape == (0,)
@@ -102,7 +102,7 @@ CONVERSION_MISTAKES = {
 
 
 @pytest.mark.parametrize("name", CONVERSION_MISTAKES)
-def test_mistakes_in_conversions(name):
+def test_invalid_conversions_raise_value_error(name):
     function, message = CONVERSION_MISTAKES[name]
     with pytest.raises(ValueError, match=message):
         function()

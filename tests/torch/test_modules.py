@@ -100,7 +100,7 @@ REFERENCE_CASES = {
 
 
 @pytest.mark.parametrize(("options", "shape", "call"), REFERENCE_CASES.values(), ids=REFERENCE_CASES)
-def test_forward_is_that_of_the_jax_reference(options, shape, call):
+def test_forward_matches_the_jax_reference(options, shape, call):
     module, x = make(**options), tokens(*shape, WIDTH)
     call = {name: value.to(torch.int32) for name, value in call.items()}
     in_weight, in_bias = module.in_proj_weight.detach().numpy(), module.in_proj_bias
@@ -146,7 +146,7 @@ def test_forward_is_that_of_the_jax_reference(options, shape, call):
     ],
     ids=["plain", "grouped", "rotary", "interleaved"],
 )
-def test_gradients_are_those_of_plain_torch(options):
+def test_gradients_match_plain_torch(options):
     module = make(dtype=torch.float64, **options)
     x = tokens(2, 20, WIDTH, dtype=torch.float64)
     ours = value_and_gradients(module, module, x)
@@ -154,7 +154,7 @@ def test_gradients_are_those_of_plain_torch(options):
     assert_all_close(ours, plain, rtol=1e-9, atol=1e-10)
 
 
-def test_training_follows_plain_torch():
+def test_training_matches_plain_torch():
     """Regression onto what another module computes; in float64, so that both trainings stay together."""
     x = tokens(3, 20, WIDTH, dtype=torch.float64)
     target = make(seed=3, dtype=torch.float64)(x).detach()
@@ -185,7 +185,7 @@ def test_loads_the_state_of_torch_multihead_attention():
     torch.testing.assert_close(ours(x), expected)
 
 
-def test_state_is_saved_and_loaded_bit_by_bit():
+def test_saved_and_loaded_state_gives_equal_output():
     module = make(rotary_max_position=32)
     assert {name: tuple(value.shape) for name, value in module.state_dict().items()} == {
         "in_proj_weight": (3 * WIDTH, WIDTH),
@@ -228,7 +228,7 @@ def test_rotary_tables_survive_casts():
     assert torch.equal(module.float().rotary_cos, cos)
 
 
-def test_made_on_the_meta_device():
+def test_module_made_on_the_meta_device_loads_state():
     module, x = make(rotary_max_position=32), tokens(2, 20, WIDTH)
     with torch.device("meta"):
         hollow = BlockDiagonalSelfAttention(WIDTH, HEADS, block_size=8, rotary_max_position=32)
@@ -239,7 +239,7 @@ def test_made_on_the_meta_device():
     assert torch.equal(hollow(x), module(x))
 
 
-def test_reset_parameters():
+def test_reset_parameters_repeats_for_a_seed_and_zeroes_biases():
     module = make()
     torch.manual_seed(7)
     module.reset_parameters()
@@ -253,7 +253,7 @@ def test_reset_parameters():
     assert 0.9 * bound < module.in_proj_weight.abs().max() <= bound
 
 
-def test_bfloat16_errs_by_a_few_roundings():
+def test_bfloat16_module_is_accurate():
     module = make(rotary_max_position=32, is_causal=True).to(torch.bfloat16)
     x = tokens(2, 20, WIDTH).to(torch.bfloat16)
     exact_module = copy.deepcopy(module).double()
@@ -266,7 +266,7 @@ def test_bfloat16_errs_by_a_few_roundings():
         assert (value.double() - exact[name]).abs().max() <= 4 * unit, name
 
 
-def test_autocast_behind_another_layer():
+def test_autocast_behind_another_layer_is_accurate():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(rotary_max_position=32))
     x = tokens(2, 20, WIDTH)
     expected = value_and_gradients(model, model, x)
@@ -285,7 +285,7 @@ def test_autocast_behind_another_layer():
 @pytest.mark.parametrize(
     ("options", "shape", "call"), [REFERENCE_CASES["rotary"], REFERENCE_CASES["packed"]], ids=["batch", "packed"]
 )
-def test_compiled_without_graph_breaks(options, shape, call):
+def test_compiled_module_has_no_graph_breaks(options, shape, call):
     module, x = make(**options), tokens(*shape, WIDTH)
     call = {name: value.to(torch.int32) for name, value in call.items()}
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -293,7 +293,7 @@ def test_compiled_without_graph_breaks(options, shape, call):
     assert_all_close(value_and_gradients(module, lambda x: compiled(x, **call), x), eager, rtol=0, atol=0)
 
 
-def test_checkpointing_changes_nothing():
+def test_checkpointing_keeps_gradients_bitwise():
     module = nn.Sequential(make(rotary_max_position=32), nn.GELU(), make(seed=4, is_causal=True))
     x = tokens(2, 20, WIDTH)
     kept = value_and_gradients(module, module, x)
@@ -301,7 +301,7 @@ def test_checkpointing_changes_nothing():
     assert_all_close(recomputed, kept, rtol=0, atol=0)
 
 
-def test_repr_says_what_is_set():
+def test_repr_shows_non_default_options():
     text = repr(make(rotary_max_position=32, rotary_interleaved=True, scale=0.5, bias=False))
     for part in (
         "num_heads=4",
@@ -338,7 +338,7 @@ def test_repr_says_what_is_set():
     ],
     ids=str,
 )
-def test_wrong_options(options, message):
+def test_invalid_options_raise_value_error(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make(**options)
 
@@ -354,7 +354,7 @@ def test_wrong_options(options, message):
     ],
     ids=["rank", "channels", "dtype", "positions", "tables"],
 )
-def test_wrong_inputs(options, x, call, message):
+def test_invalid_inputs_raise_value_error(options, x, call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make(**options)(x, **call)
 
@@ -381,5 +381,5 @@ def sharded_training_step(rank, processes, rendezvous):
     torch.distributed.destroy_process_group()
 
 
-def test_fully_sharded_data_parallel(tmp_path):
+def test_fully_sharded_training_step_matches_one_process(tmp_path):
     torch.multiprocessing.spawn(sharded_training_step, args=(2, f"file://{tmp_path}/rendezvous"), nprocs=2)

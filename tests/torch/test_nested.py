@@ -91,7 +91,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_jagged_tensors_give_what_their_packed_tokens_give(name):
+def test_jagged_tensors_equal_packed_tokens(name):
     function, token = FUNCTIONS[name]
     packed = torch.randn(int(OFFSETS[-1]), *token, requires_grad=True)
     output = function(jagged(packed))
@@ -106,14 +106,14 @@ def test_jagged_tensors_give_what_their_packed_tokens_give(name):
         torch.testing.assert_close((output + jagged(packed, output.offsets())).values(), expected + packed)
 
 
-def test_bhsd_takes_jagged_tensors_as_torchs_attention_does():
+def test_bhsd_operator_of_jagged_tensors_matches_torch_attention():
     x = jagged(torch.randn(25, 2, 8))
     output = block_diagonal_attention_bhsd(*[x.transpose(1, 2)] * 3, block_size=32)
     expected = torch.nn.functional.scaled_dot_product_attention(*[x.transpose(1, 2)] * 3)
     torch.testing.assert_close(output.transpose(1, 2).values(), expected.transpose(1, 2).values())
 
 
-def test_moba_takes_queries_and_keys_of_other_lengths():
+def test_moba_of_jagged_queries_and_keys_equals_packed_tokens():
     queries, keys = torch.randn(6, 2, 8), torch.randn(25, 2, 8)
     offsets = torch.tensor([0, 1, 4, 6])
     key = jagged(keys)
@@ -123,7 +123,7 @@ def test_moba_takes_queries_and_keys_of_other_lengths():
     assert_same_bits([output.values(), log_sum.values()], expected)
 
 
-def test_a_routing_of_packed_tokens_is_one_of_jagged_tensors():
+def test_routing_of_packed_tokens_applies_to_jagged_tensors():
     packed = torch.randn(25, 2, 8)
     routing = moba_routing(packed, packed, block_size=BLOCK, top_k=1, sequence_offsets=PACKED)
     x = jagged(packed)
@@ -133,7 +133,7 @@ def test_a_routing_of_packed_tokens_is_one_of_jagged_tensors():
 
 
 @pytest.mark.parametrize("name", ["block diagonal", "moba", "key convolution"])
-def test_compiled_functions_take_jagged_tensors(name):
+def test_compiled_call_of_jagged_tensors_equals_the_eager_call(name):
     function, token = FUNCTIONS[name]
     x = jagged(torch.randn(25, *token))
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -145,7 +145,7 @@ def strided(*token):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_other_nested_tensors_are_refused_with_the_lines_that_convert_them(name):
+def test_strided_nested_tensors_raise_value_error_with_the_conversion(name):
     function, token = FUNCTIONS[name]
     x = strided(*token)
     with pytest.raises(ValueError, match=r"is a nested tensor of layout torch\.strided; pass packed tokens") as caught:
@@ -192,7 +192,7 @@ REFUSING = {
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_functions_that_take_no_nested_tensors_say_how_to_convert_them(name):
+def test_functions_without_nested_support_raise_value_error_with_the_conversion(name):
     packed = torch.randn(25, 2, 8)
     for x in (jagged(packed), torch.nested.nested_tensor(list(packed.split(LENGTHS)))):
         with pytest.raises(ValueError, match=r"is (a nested tensor|nested)") as caught:
@@ -201,7 +201,7 @@ def test_functions_that_take_no_nested_tensors_say_how_to_convert_them(name):
         assert_same_bits([converted["packed"], converted["offsets"]], [packed, PACKED])
 
 
-def test_mistakes_with_jagged_tensors():
+def test_invalid_jagged_tensors_raise_value_error():
     packed = torch.randn(25, 2, 8)
     x, plain = jagged(packed), torch.randn(3, 19, 2, 8)
     call = functools.partial(block_diagonal_attention, block_size=BLOCK)

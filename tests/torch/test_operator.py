@@ -43,11 +43,11 @@ def test_schema_follows_from_annotations():
 
 
 @pytest.mark.parametrize(("num_results", "expected"), [(0, "()"), (1, "Tensor")])
-def test_schema_of_results(num_results, expected):
+def test_schema_lists_the_results(num_results, expected):
     assert declared(arguments=Everything, num_results=num_results).schema().endswith(f") -> {expected}")
 
 
-def test_annotation_without_schema_type_is_refused():
+def test_annotation_without_schema_type_raises_key_error():
     class Wrong(NamedTuple):
         x: complex
 
@@ -62,6 +62,6 @@ def test_every_operator_has_a_dtensor_rule():
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
-def test_only_native_variant_may_be_captured(operator):
+def test_only_native_variant_is_safe_in_cuda_graphs(operator):
     assert torch.Tag.cudagraph_unsafe not in operator.variant("").default.tags
     assert torch.Tag.cudagraph_unsafe in operator.variant(THROUGH_JAX).default.tags

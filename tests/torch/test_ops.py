@@ -68,7 +68,7 @@ def forget_compiled_functions():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_jax_bitwise(name):
+def test_results_equal_jax_bitwise(name):
     case = CASES[name]
     *operands, cotangent = case.operands()
     function = case.attend(None)
@@ -78,19 +78,19 @@ def test_results_are_those_of_jax_bitwise(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_accurate(name):
+def test_output_and_gradients_are_accurate(name):
     case = CASES[name]
     assert_accurate(case, [to_numpy(x) for x in results_of(case)], case.operands())
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", ("pallas", "xla")])
-def test_implementations(implementation):
+def test_named_implementations_are_accurate(implementation):
     case = CASES["offsets"]
     assert_accurate(case, [to_numpy(x) for x in results_of(case, implementation=implementation)], case.operands())
 
 
 @pytest.mark.versions
-def test_kernels_in_the_interpreter():
+def test_kernels_in_the_interpreter_equal_jax_bitwise():
     pytest.importorskip("triton")
     case = Case(lengths=(20,), block_size=16, query_heads=2, key_heads=1, rotary=RotaryCase())
     expected = case.results("triton")
@@ -106,7 +106,7 @@ def test_kernels_in_the_interpreter():
     ],
     ids=["batch", "causal, grouped, bfloat16", "offsets, float16"],
 )
-def test_as_accurate_as_torchs_attention(case):
+def test_operator_is_as_accurate_as_torch_attention(case):
     """Errors against torch's own attention in float64 are at most twice those of torch's in the case's dtype."""
     operands = tensors_of(case)
     reference = functools.partial(masked_attention, case)
@@ -116,7 +116,7 @@ def test_as_accurate_as_torchs_attention(case):
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("name", ["offsets", "interleaved, value too"])
-def test_double_precision(implementation, name):
+def test_float64_results_are_accurate(implementation, name):
     case = dataclasses.replace(CASES[name], dtype="float64")
     with jax.enable_x64(True):
         operands = case.operands()
@@ -132,7 +132,7 @@ def test_double_precision(implementation, name):
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("name", ["batch", "packed, rotary"])
-def test_gradcheck(implementation, name):
+def test_gradients_pass_gradcheck(implementation, name):
     case = {
         "batch": Case(lengths=(3, 3), query_heads=2, key_heads=1, head_dim=8, block_size=2, is_causal=True),
         "packed, rotary": Case(
@@ -149,7 +149,7 @@ def test_repeated_calls_agree_bitwise():
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_poison_stays_in_its_block(poison):
+def test_nan_and_inf_stay_in_their_block(poison):
     case = CASES["offsets"]
     block = case.blocks[-1]
     rows = torch.zeros(case.tokens, dtype=torch.bool)
@@ -165,7 +165,7 @@ def test_poison_stays_in_its_block(poison):
 
 @pytest.mark.parametrize("shape", [(0, 20, 4, 8), (2, 0, 4, 8), (0, 4, 8)])
 @pytest.mark.parametrize("implementation", [None, "reference"])
-def test_no_tokens_are_legal(shape, implementation):
+def test_empty_operands_keep_their_shape(shape, implementation):
     query = torch.zeros(shape, requires_grad=True)
     output = block_diagonal_attention(query, query, query, implementation=implementation)
     output.sum().backward()
@@ -175,7 +175,7 @@ def test_no_tokens_are_legal(shape, implementation):
 # Layouts
 
 
-def test_inputs_that_are_not_contiguous():
+def test_non_contiguous_operands_give_equal_results():
     case = CASES["batch"]
     query, key, value, cotangent = tensors_of(case)
     expected = results_of(case)
@@ -188,7 +188,7 @@ def test_inputs_that_are_not_contiguous():
     assert_same_bits(value_and_gradients(attend(case), *operands), expected)
 
 
-def test_misaligned_and_expanded_inputs():
+def test_misaligned_and_expanded_operands_give_equal_results():
     case = CASES["batch"]
     query, key, value, cotangent = tensors_of(case)
     shifted = torch.empty(query.numel() + 1)[1:].view(query.shape).copy_(query)
@@ -197,7 +197,7 @@ def test_misaligned_and_expanded_inputs():
     assert_same_bits(value_and_gradients(attend(case), shifted, one_head, value, cotangent), expected)
 
 
-def test_expanded_cotangent():
+def test_expanded_cotangent_gives_equal_gradients():
     case = CASES["offsets"]
     query, key, value, cotangent = tensors_of(case)
     expected = value_and_gradients(attend(case), query, key, value, torch.ones_like(cotangent))[1:]
@@ -207,7 +207,7 @@ def test_expanded_cotangent():
 
 
 @pytest.mark.parametrize("wanted", [w for w in itertools.product([False, True], repeat=3) if any(w)])
-def test_gradients_of_some_operands(wanted):
+def test_gradients_of_some_operands_equal_the_full_gradients(wanted):
     case = CASES["batch"]
     *operands, cotangent = tensors_of(case)
     expected = results_of(case)[1:]
@@ -221,7 +221,7 @@ def test_gradients_of_some_operands(wanted):
             assert operand.grad is None
 
 
-def test_nothing_is_recorded_without_gradients():
+def test_call_without_requires_grad_builds_no_graph():
     case = CASES["batch"]
     query, key, value, _ = tensors_of(case)
     assert not attend(case)(query, key, value).requires_grad
@@ -232,7 +232,7 @@ def test_nothing_is_recorded_without_gradients():
         assert_same_bits([attend(case)(*tensors_of(case)[:3])], expected)
 
 
-def test_operands_are_all_that_is_kept_for_the_backward_pass():
+def test_residuals_are_the_operands():
     case = CASES["half-split"]
     query, key, value, _ = (x.requires_grad_() for x in tensors_of(case))
     kept = []
@@ -244,7 +244,7 @@ def test_operands_are_all_that_is_kept_for_the_backward_pass():
 
 
 @pytest.mark.parametrize("kind", ["views", "contiguous", "grouped, contiguous", "rotary", "positions", "one tensor"])
-def test_bhsd(kind):
+def test_bhsd_operator_matches_the_transposed_call(kind):
     case = Case(
         lengths=(37, 37),
         query_heads=4,
@@ -326,7 +326,7 @@ def test_fused_projection_equals_its_parts():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_operators_keep_their_promises(name):
+def test_operators_pass_opcheck(name):
     """Schema, fake kernel and derivative of the operators, also with symbolic shapes."""
     case = CASES[name]
     arguments = operator_arguments(case)
@@ -338,7 +338,7 @@ def test_operators_keep_their_promises(name):
 
 @pytest.mark.versions
 @pytest.mark.parametrize("name", ["positions", "per token, offsets"])
-def test_packed_operators_keep_their_promises(name):
+def test_packed_operators_pass_opcheck(name):
     case = CASES[name]
     arguments = packed_operator_arguments(case)
     torch.library.opcheck(OPERATORS.block_diagonal_forward, (arguments[0].requires_grad_(), *arguments[1:]))
@@ -347,7 +347,7 @@ def test_packed_operators_keep_their_promises(name):
 
 
 @pytest.mark.versions
-def test_operators_through_jax_keep_their_promises():
+def test_operators_through_jax_pass_opcheck():
     case = CASES["half-split"]
     arguments = operator_arguments(case, implementation="xla")
     with_gradients = (*(x.clone().requires_grad_() for x in arguments[:3]), *arguments[3:])
@@ -357,7 +357,7 @@ def test_operators_through_jax_keep_their_promises():
     torch.library.opcheck(OPERATORS.block_diagonal_packed_backward_through_jax, (tensors_of(case)[3], *packed))
 
 
-def test_cuda_graphs_may_hold_only_the_native_operators():
+def test_only_native_operators_are_safe_in_cuda_graphs():
     for method in ("forward", "backward", "packed_backward"):
         native, through_jax = (getattr(OPERATORS, f"block_diagonal_{method}{end}") for end in ("", "_through_jax"))
         assert torch.Tag.cudagraph_unsafe not in native.default.tags
@@ -367,7 +367,7 @@ def test_cuda_graphs_may_hold_only_the_native_operators():
 @pytest.mark.versions
 @pytest.mark.parametrize("name", ["causal, grouped, bfloat16", "offsets", "positions"])
 @pytest.mark.parametrize("via", [None, "jax"])
-def test_compiles_to_one_graph(name, via):
+def test_compiled_call_is_one_graph_and_equals_the_eager_call(name, via):
     case = CASES[name]
     function = attend(case, via=via)
     compiled = torch.compile(lambda q, k, v: 2 * function(q, k, v), fullgraph=True, backend="aot_eager")
@@ -375,7 +375,7 @@ def test_compiles_to_one_graph(name, via):
     assert_same_bits(value_and_gradients(compiled, *tensors_of(case)), plain)
 
 
-def test_rotary_made_in_a_compiled_function():
+def test_rotary_made_in_a_compiled_function_equals_the_eager_call():
     case = CASES["half-split"]
     cos, sin = rotary_tables(20, case.head_dim)
 
@@ -390,7 +390,7 @@ def test_rotary_made_in_a_compiled_function():
 
 @pytest.mark.versions
 @pytest.mark.parametrize("layout", ["batch", "offsets"])
-def test_new_lengths_compile_nothing(layout):
+def test_new_lengths_do_not_recompile(layout):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -411,7 +411,7 @@ def test_new_lengths_compile_nothing(layout):
     assert counter.frame_count == 1
 
 
-def test_fused_projection_and_bhsd_compile():
+def test_compiled_fused_projection_and_bhsd_match_the_eager_call():
     x, w_qkv, bias, cotangent = map(to_tensor, projection_operands(2, 37))
 
     def function(x, w_qkv, bias):
@@ -429,7 +429,7 @@ def test_fused_projection_and_bhsd_compile():
 @pytest.mark.versions
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own, when it is imported
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
-def test_inductor():
+def test_inductor_matches_the_eager_call():
     """Code is generated for what comes before the operator and after its derivative; g++ takes seconds for each."""
     case = CASES["half-split"]
     function = attend(case)
@@ -443,7 +443,7 @@ def test_inductor():
         torch.testing.assert_close(one, other)
 
 
-def test_mistakes_in_compiled_functions_are_value_errors():
+def test_invalid_arguments_of_a_compiled_call_raise_value_error():
     query = torch.zeros(2, 20, 4, 8)
     compiled = torch.compile(
         lambda query: block_diagonal_attention(query, query, query, block_size=0), fullgraph=True, backend="aot_eager"
@@ -453,7 +453,7 @@ def test_mistakes_in_compiled_functions_are_value_errors():
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_autocast(is_compiled):
+def test_autocast_equals_the_bfloat16_call(is_compiled):
     case = CASES["half-split"]
     operands = tensors_of(case)
     function = attend(case)
@@ -474,7 +474,7 @@ def test_autocast(is_compiled):
         assert attend(case)(*double).dtype == torch.float64
 
 
-def test_autocast_of_the_fused_projection():
+def test_autocast_of_the_fused_projection_returns_bfloat16():
     x, w_qkv, bias, cotangent = map(to_tensor, projection_operands(2, 37))
     function = functools.partial(fused_qkv_block_attention, **HEADS)
     with torch.autocast("cpu", torch.bfloat16):
@@ -484,7 +484,7 @@ def test_autocast_of_the_fused_projection():
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_activation_checkpointing(is_compiled):
+def test_activation_checkpointing_equals_the_plain_call(is_compiled):
     case = CASES["offsets"]
     function = attend(case)
 
@@ -499,7 +499,7 @@ def test_activation_checkpointing(is_compiled):
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_second_derivatives_are_refused(is_packed):
+def test_second_derivatives_raise_not_implemented_error(is_packed):
     case = CASES["batch"]
     query, key, value, _ = tensors_of(case)
     query.requires_grad_()
@@ -517,7 +517,7 @@ def test_second_derivatives_are_refused(is_packed):
 # Transforms
 
 
-def test_vmap():
+def test_vmap_equals_single_calls():
     case = CASES["half-split"]
     operands = [torch.stack((x, 2 * x, -x)) for x in tensors_of(case)[:3]]
     mapped = torch.func.vmap(attend(case))(*operands)
@@ -526,7 +526,7 @@ def test_vmap():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, with its first tangent
-def test_forward_mode_is_refused():
+def test_forward_mode_raises_not_implemented_error():
     """torch drops tangents at operators in Python, which would be a derivative of 0."""
     case = CASES["batch"]
     operands = tuple(tensors_of(case)[:3])
@@ -540,7 +540,7 @@ def test_forward_mode_is_refused():
     assert_same_bits([plain], results_of(case)[:1])
 
 
-def test_gradients_of_mapped_calls():
+def test_gradients_of_vmap_equal_single_calls():
     case = CASES["batch"]
     stacked = [torch.stack((x, 2 * x, -x)) for x in tensors_of(case)]
     mapped = value_and_gradients(torch.func.vmap(attend(case)), *stacked)

@@ -41,17 +41,17 @@ def forget_compiled_functions():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values(name):
+def test_output_and_residual_are_accurate(name):
     assert_accurate(CASES[name], as_arrays(results_of(CASES[name])))
 
 
-def test_implementations_by_name():
+def test_named_implementations_are_accurate():
     case = CASES["everything"]
     for implementation in ("reference", ("triton", "xla")):
         assert_accurate(case, as_arrays(results_of(case, implementation=implementation)))
 
 
-def test_double_precision():
+def test_float64_results_are_accurate():
     case = dataclasses.replace(CASES["contiguous"], dtype="float64", cache_dtype="float64")
     with jax.enable_x64(True):
         arguments = arguments_of(case)
@@ -60,13 +60,13 @@ def test_double_precision():
         assert_accurate(case, as_arrays(paged_attention(**arguments, return_residual=True)))
 
 
-def test_results_are_those_of_jax_bitwise():
+def test_results_equal_jax_bitwise():
     case = CASES["paged"]
     expected = blockdiag.paged_attention(**case.arguments(), num_splits=1, return_residual=True)
     assert_same_bits(results_of(case), expected)
 
 
-def test_packed_queries():
+def test_packed_queries_equal_padded_queries_bitwise():
     case = CASES["everything"]
     arguments, is_row = packed_arguments_of(case)
     output, log_sum = paged_attention(**arguments, max_query_length=3, return_residual=True)
@@ -74,7 +74,7 @@ def test_packed_queries():
     assert not output[-2:].any() and log_sum[-2:].isneginf().all()
 
 
-def test_every_form_of_a_scale_is_the_same_factor():
+def test_scalar_and_tensor_scales_are_the_same_factor():
     arguments, names = to_tensors(simple_arguments()), ("key_scale", "value_scale", "query_scale")
     forms = (1.5, torch.tensor(1.5), torch.full((2, 2), 1.5))
     expected, *others = (
@@ -86,7 +86,7 @@ def test_every_form_of_a_scale_is_the_same_factor():
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_residual_on_request_only():
+def test_residual_is_returned_on_request_only():
     arguments = arguments_of(CASES["paged"])
     output = paged_attention(**arguments)
     assert_same_bits([output], paged_attention(**arguments, return_residual=True)[:1])
@@ -96,13 +96,13 @@ def test_the_residual_on_request_only():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_native_path_in_the_interpreter(interpreted_paged_kernels, name):
+def test_native_path_in_the_interpreter_is_accurate(interpreted_paged_kernels, name):
     case = CASES[name]
     arguments = operator_arguments(arguments_of(case))
     assert_accurate(case, as_arrays(interpreted_paged_kernels.attend(arguments)))
 
 
-def test_packed_queries_natively(interpreted_paged_kernels):
+def test_native_packed_queries_equal_padded_queries_bitwise(interpreted_paged_kernels):
     case = CASES["everything"]
     arguments, is_row = packed_arguments_of(case)
     expected = interpreted_paged_kernels.attend(operator_arguments(arguments_of(case)))
@@ -113,7 +113,7 @@ def test_packed_queries_natively(interpreted_paged_kernels):
         assert not output[-2:].any() and log_sum[-2:].isneginf().all()
 
 
-def test_wild_offsets_natively(interpreted_paged_kernels, monkeypatch):
+def test_native_out_of_range_offsets_are_clipped_or_give_nan(interpreted_paged_kernels, monkeypatch):
     """What a GPU does, where values are not known: clipped, and NaN for a sequence that is too long."""
     from blockdiag.common import validation
     from blockdiag.ops.paged import checks
@@ -134,7 +134,7 @@ def test_wild_offsets_natively(interpreted_paged_kernels, monkeypatch):
     assert_same_bits(attend(-3, 2, 1, 99)[:1], attend(0, 2, 2, 6)[:1])
 
 
-def test_scales_natively(interpreted_paged_kernels):
+def test_native_scales_multiply_and_equal_their_tensor_forms(interpreted_paged_kernels):
     """Numbers, tensors [] and [B, K], and products of those of keys and of queries."""
     arguments = to_tensors(simple_arguments())
     by_head = torch.tensor([[1.0, 2.0], [0.5, 3.0]])
@@ -153,7 +153,7 @@ def test_scales_natively(interpreted_paged_kernels):
     torch.testing.assert_close(one[1], other[1])
 
 
-def test_lengths_are_no_part_of_what_is_remembered(interpreted_paged_kernels):
+def test_prepared_calls_are_cached_by_options_and_not_by_lengths(interpreted_paged_kernels):
     arguments = operator_arguments(to_tensors(simple_arguments()))
     interpreted_paged_kernels.attend(arguments)
     interpreted_paged_kernels.attend(operator_arguments(to_tensors(simple_arguments(seed=4))))
@@ -170,7 +170,7 @@ def test_lengths_are_no_part_of_what_is_remembered(interpreted_paged_kernels):
     ("batch", "tokens", "pages", "columns", "rows"),
     [(0, 1, 7, 3, None), (2, 0, 7, 3, None), (2, 1, 0, 3, None), (2, 1, 7, 0, None), (2, None, 7, 3, 0)],
 )
-def test_empty_calls(interpreted_paged_kernels, batch, tokens, pages, columns, rows):
+def test_native_empty_calls_return_zeros(interpreted_paged_kernels, batch, tokens, pages, columns, rows):
     """Without sequences, queries, pages, columns of the table, or packed rows; natively and through JAX."""
     shape = (batch, tokens, 4, 8) if rows is None else (rows, 4, 8)
     integers = functools.partial(torch.zeros, dtype=torch.int32)
@@ -183,7 +183,7 @@ def test_empty_calls(interpreted_paged_kernels, batch, tokens, pages, columns, r
     assert results[0].shape == (*shape[:-1], 24) and not results[0].any() and results[1].isneginf().all()
 
 
-def test_no_keys_but_sinks(interpreted_paged_kernels):
+def test_native_call_without_keys_returns_the_sinks_as_residual(interpreted_paged_kernels):
     arguments = to_tensors(simple_arguments(tokens=2)) | dict(
         page_table=torch.zeros(2, 0, dtype=torch.int32), kv_lengths=torch.zeros(2, dtype=torch.int32),
         query_lengths=torch.tensor([2, 1], dtype=torch.int32), sinks=torch.arange(4.0, dtype=torch.float16),
@@ -193,7 +193,7 @@ def test_no_keys_but_sinks(interpreted_paged_kernels):
     assert torch.equal(results[1][0, 1], torch.arange(4.0)) and results[1][1, 1].isneginf().all()
 
 
-def test_what_kernels_cannot_read_as_it_is(interpreted_paged_kernels):
+def test_native_call_copies_strided_queries_and_raises_value_error_for_strided_caches(interpreted_paged_kernels):
     """Queries are copied; caches, which would have to be copied for every call, are refused."""
     jax_arguments = simple_arguments(tokens=2)
     arguments = to_tensors(jax_arguments)
@@ -240,7 +240,7 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib"}
 """
 
 
-def test_no_jax_is_imported():
+def test_native_call_does_not_import_jax():
     pytest.importorskip("triton")
     result = subprocess.run([sys.executable, "-c", NO_JAX], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -254,25 +254,25 @@ WIDE = dataclasses.replace(CASES["everything"], cache_dtype="bfloat16")
 NOT_OF_THE_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-def test_operators_keep_their_promises():
+def test_operators_pass_opcheck():
     """Schema, fake kernel and derivative, also with symbolic shapes."""
     torch.library.opcheck(OPERATORS.paged_attention, tuple(operator_arguments(arguments_of(WIDE))))
     narrow = operator_arguments(arguments_of(CASES["e5m2 queries"]))
     torch.library.opcheck(OPERATORS.paged_attention, tuple(narrow), test_utils=NOT_OF_THE_SCHEMA)
 
 
-def test_the_operator_through_jax_keeps_its_promises():
+def test_operator_through_jax_passes_opcheck():
     arguments, _ = packed_arguments_of(WIDE)
     call = operator_arguments(arguments | {"max_query_length": 3}, "xla")
     torch.library.opcheck(OPERATORS.paged_attention_through_jax, tuple(call))
 
 
-def test_cuda_graphs_may_hold_only_the_native_operator():
+def test_only_native_operator_is_safe_in_cuda_graphs():
     assert torch.Tag.cudagraph_unsafe not in OPERATORS.paged_attention.default.tags
     assert torch.Tag.cudagraph_unsafe in OPERATORS.paged_attention_through_jax.default.tags
 
 
-def test_compiles_to_one_graph():
+def test_compiled_call_is_one_graph_and_equals_the_eager_call():
     """With numbers for scales, and merged with another part; other batch sizes compile nothing."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -293,7 +293,7 @@ def test_compiles_to_one_graph():
     assert counter.frame_count == 1
 
 
-def test_mistakes_in_compiled_functions_are_value_errors():
+def test_invalid_arguments_of_a_compiled_call_raise_value_error():
     arguments = to_tensors(simple_arguments())
     compiled = torch.compile(
         lambda arguments: paged_attention(**arguments, num_splits=0), fullgraph=True, backend="aot_eager"
@@ -302,7 +302,7 @@ def test_mistakes_in_compiled_functions_are_value_errors():
         compiled(arguments)
 
 
-def test_derivatives_are_refused():
+def test_derivatives_raise_type_error():
     arguments = to_tensors(simple_arguments())
     query = arguments["query"].clone().requires_grad_()
     output = paged_attention(**(arguments | {"query": query}))
@@ -313,14 +313,14 @@ def test_derivatives_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, with its first tangent
-def test_tangents_are_refused():
+def test_forward_mode_raises_type_error():
     arguments = to_tensors(simple_arguments())
     query = arguments.pop("query")
     with pytest.raises(TypeError, match="paged_attention is for inference and cannot be differentiated"):
         torch.func.jvp(lambda query: paged_attention(query, **arguments), (query,), (query,))
 
 
-def test_meta_tensors():
+def test_meta_tensors_give_meta_tensors():
     arguments = {name: x.to("meta") for name, x in to_tensors(simple_arguments(dtype=jnp.float8_e5m2)).items()}
     output, log_sum = paged_attention(**arguments, return_residual=True)
     assert output.is_meta and output.shape == (2, 1, 4, 8) and output.dtype == torch.bfloat16
@@ -331,7 +331,7 @@ def test_meta_tensors():
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_those_of_jax(name):
+def test_invalid_arguments_raise_the_errors_of_jax(name):
     changes, _ = MISTAKES[name]
     arguments = GOOD | changes
     functions = blockdiag.paged_attention, paged_attention
@@ -339,7 +339,7 @@ def test_mistakes_are_those_of_jax(name):
     assert ours == other
 
 
-def test_what_the_mistakes_start_from_is_right():
+def test_valid_arguments_of_the_invalid_cases_are_accepted():
     assert paged_attention(**to_tensors(GOOD)).shape == (2, 3, 4, 24)
     assert paged_attention(**to_tensors(GOOD | PACKED)).shape == (80, 4, 24)
 
@@ -353,12 +353,12 @@ def test_what_the_mistakes_start_from_is_right():
         (dict(via="xla"), "`via` must be None or 'jax', got 'xla'"),
     ],
 )
-def test_mistakes_of_torch(changes, message):
+def test_invalid_tensors_raise_value_error(changes, message):
     with pytest.raises(ValueError, match=message):
         paged_attention(**(to_tensors(GOOD) | changes))
 
 
-def test_an_implementation_that_cannot_says_why():
+def test_unsupported_implementation_raises_not_implemented_error():
     arguments = to_tensors(simple_arguments())
     arguments |= {name: arguments[name][..., :7].contiguous() for name in ("query", "key_pages")}
     with pytest.raises(NotImplementedError, match="implementation='triton' cannot compute this call"):
@@ -368,7 +368,7 @@ def test_an_implementation_that_cannot_says_why():
 # --- merged states ------------------------------------------------------------------------------------------------
 
 
-def test_merged_states_are_those_of_jax():
+def test_merged_states_match_jax():
     generator = np.random.default_rng(0)
     outputs = generator.normal(size=(3, 2, 5, 8)).astype(np.float32)
     lses = np.asarray(generator.normal(size=(3, 2, 5)) * 20, np.float32)
@@ -407,12 +407,12 @@ def test_merging_is_differentiable():
         ([np.zeros((3, 4))], torch.zeros(1, 3), r"`outputs\[0\]` must be a tensor"),
     ],
 )
-def test_mistakes_in_merging(outputs, lses, message):
+def test_merge_with_invalid_arguments_raises_value_error(outputs, lses, message):
     with pytest.raises(ValueError, match=message):
         merge_attention_states(outputs, lses)
 
 
-def test_cases_cover_what_caches_can_be():
+def test_cases_cover_scales_and_splits():
     problems = [case.problem for case in CASES.values()]
     assert {"none", "head", "token"} <= {problem.value_scale for problem in problems}
     assert any(problem.num_splits > 1 for problem in problems) and isinstance(CASES["paged"], PagedCase)

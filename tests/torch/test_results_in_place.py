@@ -94,7 +94,7 @@ def test_a_result_changed_in_place_is_differentiated(name):
 
 
 @pytest.mark.parametrize("name", KEEPING)
-def test_a_result_that_the_backward_pass_needs_is_changed_as_that_of_torchs_attention(name):
+def test_result_needed_by_backward_and_changed_in_place_raises_runtime_error(name):
     """Writing is allowed, and differentiating afterwards says what happened; without autograd there is no limit."""
     function, operands = KEEPING[name]
     query = x_of(1, 2, TOKENS, 8)
@@ -113,7 +113,7 @@ def test_a_result_that_the_backward_pass_needs_is_changed_as_that_of_torchs_atte
 
 
 @pytest.mark.parametrize("name", ["output", "log-sum-exp"])
-def test_results_of_moba_are_no_views(name):
+def test_moba_and_paged_results_are_not_views(name):
     x = x_of(2, TOKENS, 2, 8)
     result = MOBA(x, x, x, return_residual=True)[name == "log-sum-exp"]
     assert result._base is None

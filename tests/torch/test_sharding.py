@@ -32,34 +32,34 @@ def both(tmp_path_factory):
         ("rotary", None),
     ],
 )
-def test_shards_stay_where_they_are(both, kind, dim):
+def test_sharded_call_keeps_shards_and_matches_the_whole_call_without_communication(both, kind, dim):
     both("check_sharded", kind, (dim,), False, 4, None)
 
 
 @pytest.mark.parametrize("kind", ["offsets", "lengths"])
-def test_packed_sequences_sharded_over_heads(both, kind):
+def test_packed_sequences_sharded_over_heads_match_the_whole_call_without_communication(both, kind):
     both("check_sharded", kind, (1,), True, 4, None)
 
 
-def test_path_through_jax(both):
+def test_sharded_call_through_jax_matches_the_whole_call_without_communication(both):
     both("check_sharded", "rotary", (HEADS,), False, 2, "jax")
 
 
 @pytest.mark.parametrize("dims", [(BATCH, HEADS), (HEADS, HEADS), (BATCH, None)])
-def test_meshes_of_two_axes(both, dims):
+def test_sharded_call_on_a_mesh_of_two_axes_matches_the_whole_call_without_communication(both, dims):
     both("check_sharded", "positions", dims, False, 2, None)
 
 
-def test_operators_without_the_public_function(both):
+def test_sharded_operators_called_directly_match_the_whole_call_without_communication(both):
     both("check_operators_directly")
 
 
-def test_batch_that_does_not_divide(both):
+def test_sharded_call_with_an_uneven_batch_matches_the_whole_call(both):
     both("check_uneven_batch")
 
 
 @pytest.mark.parametrize("dim", [BATCH, HEADS])
-def test_replicated_cotangent(both, dim):
+def test_sharded_call_with_a_replicated_cotangent_needs_no_communication(both, dim):
     both("check_sum_of_output", dim)
 
 
@@ -68,15 +68,15 @@ def test_replicated_cotangent(both, dim):
     [(4, 1, 1), (4, 3, 3), (4, BATCH, HEADS)],
     ids=["tokens", "head dimension", "batch and heads"],
 )
-def test_shards_that_cannot_stay_are_gathered(both, key_heads, query_dim, key_dim):
+def test_sharded_tokens_or_features_are_gathered_with_a_warning(both, key_heads, query_dim, key_dim):
     both("check_what_cannot_stay", key_heads, query_dim, key_dim)
 
 
-def test_fused_projection(both):
+def test_fused_projection_of_shards_matches_the_whole_call(both):
     both("check_fused_projection")
 
 
-def test_compiled_functions_of_dtensors(both):
+def test_compiled_call_of_dtensors_matches_the_eager_call(both):
     both("check_compiled")
 
 
@@ -93,11 +93,11 @@ def test_compiled_functions_of_dtensors(both):
     ],
     ids=str,
 )
-def test_division_over_two_processes(both, name, arguments):
+def test_division_check_passes_on_two_processes(both, name, arguments):
     both(name, *arguments, module="division_worker")
 
 
-def test_division_is_registered_without_importing_dtensor_early():
+def test_sharding_rules_are_registered_without_importing_dtensor():
     code = """
 import sys
 import blockdiag.torch
@@ -127,16 +127,16 @@ def both_moba(both):
         ("offsets", (1,), True),
     ],
 )
-def test_moba_shards_stay_where_they_are(both_moba, kind, dims, is_packed):
+def test_moba_sharded_call_keeps_shards_and_matches_the_whole_call(both_moba, kind, dims, is_packed):
     both_moba("check_sharded", kind, dims, is_packed)
 
 
 @pytest.mark.parametrize("dim", [BATCH, HEADS])
-def test_moba_routing_of_shards(both_moba, dim):
+def test_moba_routing_of_shards_matches_the_whole_call(both_moba, dim):
     both_moba("check_routing", dim)
 
 
-def test_moba_with_a_batch_that_does_not_divide(both_moba):
+def test_moba_sharded_call_with_an_uneven_batch_matches_the_whole_call(both_moba):
     both_moba("check_uneven_batch")
 
 
@@ -151,15 +151,15 @@ def test_moba_with_a_batch_that_does_not_divide(both_moba):
     ],
     ids=["values by batch", "each in its own way", "tokens", "one key head", "values by heads"],
 )
-def test_moba_of_operands_that_lie_elsewhere(both_moba, key_heads, dims, cotangent_dim):
+def test_moba_of_operands_with_different_placements_matches_the_whole_call(both_moba, key_heads, dims, cotangent_dim):
     both_moba("check_mixed", key_heads, dims, cotangent_dim)
 
 
-def test_moba_compiled_for_dtensors(both_moba):
+def test_moba_compiled_call_of_dtensors_matches_the_eager_call(both_moba):
     both_moba("check_compiled")
 
 
-def test_operators_of_moba_without_the_public_functions(both_moba):
+def test_moba_sharded_operators_called_directly_match_the_whole_call(both_moba):
     both_moba("check_operators_directly")
 
 
@@ -168,5 +168,5 @@ def test_operators_of_moba_without_the_public_functions(both_moba):
     [((BATCH,), False, 4), ((HEADS,), False, 4), ((BATCH, HEADS), False, 4), ((BATCH,), False, 3), ((1,), True, 0)],
     ids=["batch", "heads", "batch and heads", "uneven batch", "packed"],
 )
-def test_key_convolution_of_shards(both_moba, dims, is_packed, rows):
+def test_key_convolution_of_shards_matches_the_whole_call(both_moba, dims, is_packed, rows):
     both_moba("check_key_convolution", dims, is_packed, rows)

@@ -27,7 +27,7 @@ def operands():
     return [torch.randn(2, heads, 40, 16, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
 
 
-def test_layout_of_transformers(forward, operands):
+def test_forward_matches_moba_attention_in_the_layout_of_transformers(forward, operands):
     mask = torch.arange(40) >= torch.tensor([[0], [9]])
     output, weights = forward(SimpleNamespace(is_causal=True), *operands, mask, scaling=0.3, dropout=0.0, **OPTIONS)
     expected = moba_attention(*(x.transpose(1, 2) for x in operands), scale=0.3, key_mask=mask, **OPTIONS)
@@ -55,11 +55,11 @@ def test_gradients_reach_the_operands(forward, operands):
         ({"attention_mask": torch.ones(2, 40)}, "attention_mask"),
     ],
 )
-def test_what_moba_cannot_compute_is_refused(forward, operands, given, message):
+def test_unsupported_arguments_raise_value_error(forward, operands, given, message):
     with pytest.raises(ValueError, match=message):
         forward(SimpleNamespace(is_causal=True), *operands, **{"attention_mask": None, **given}, **OPTIONS)
 
 
-def test_layers_that_are_not_causal_are_refused(forward, operands):
+def test_non_causal_layers_raise_value_error(forward, operands):
     with pytest.raises(ValueError, match="is_causal=False"):
         forward(SimpleNamespace(is_causal=False), *operands, None, **OPTIONS)

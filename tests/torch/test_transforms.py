@@ -172,7 +172,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_gradients_of_each_sample_for_the_parameters_of_a_module(name):
+def test_per_sample_gradients_of_module_parameters_match_autograd(name):
     module = MODULES[name]()
     parameters = dict(module.named_parameters())
     samples = torch.randn(3, TOKENS, 16)
@@ -189,7 +189,7 @@ def test_gradients_of_each_sample_for_the_parameters_of_a_module(name):
 
 
 @pytest.mark.parametrize("name", ["block diagonal", "moba", "key convolution"])
-def test_grad_inside_of_a_compiled_function(name):
+def test_grad_inside_a_compiled_function_matches_the_eager_call(name):
     function, make, _ = FUNCTIONS[name]
     operands = make()
     gradient = grad(functools.partial(loss, function))
@@ -198,7 +198,7 @@ def test_grad_inside_of_a_compiled_function(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_second_derivatives_are_refused(name):
+def test_second_derivatives_raise_not_implemented_error(name):
     function, make, _ = FUNCTIONS[name]
     inner = grad(functools.partial(loss, function))
     with pytest.raises(NotImplementedError, match=r"second derivatives of .* not available in torch"):
@@ -207,7 +207,7 @@ def test_second_derivatives_are_refused(name):
 
 @TANGENT_WARNINGS
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_forward_mode_is_refused(name):
+def test_forward_mode_raises_not_implemented_error(name):
     function, make, _ = FUNCTIONS[name]
     operands = make()
     for derivative in (
@@ -235,7 +235,7 @@ INFERENCE = {
 
 
 @pytest.mark.parametrize("name", INFERENCE)
-def test_paged_attention_is_mapped_and_refuses_derivatives(name):
+def test_inference_functions_support_vmap_and_raise_type_error_under_grad(name):
     function, make = INFERENCE[name]
     arguments = make()
     query = torch.stack([arguments.pop("query"), torch.randn(2, 1, 4, 8)])
@@ -245,7 +245,7 @@ def test_paged_attention_is_mapped_and_refuses_derivatives(name):
         grad(lambda query: function(query, **arguments).sum())(query[0])
 
 
-def test_merged_states_have_every_derivative():
+def test_grad_of_merged_states_matches_autograd():
     outputs, lses = torch.randn(2, 3, 8), torch.randn(2, 3)
     expected = gradients_of_autograd(lambda *x: merge_attention_states(*x)[0], (outputs, lses))
     assert_close(
@@ -253,7 +253,7 @@ def test_merged_states_have_every_derivative():
     )
 
 
-def test_several_cotangents_at_once_in_autograd():
+def test_batched_cotangents_in_autograd_match_single_cotangents():
     function, make, _ = FUNCTIONS["moba"]
     leaves = [x.requires_grad_() for x in make()]
     output = function(*leaves)
@@ -263,7 +263,7 @@ def test_several_cotangents_at_once_in_autograd():
     assert_close(together, [torch.stack(x) for x in zip(*singly, strict=True)])
 
 
-def test_mapping_over_no_rows_and_functionalize_are_refused():
+def test_vmap_over_an_empty_axis_and_functionalize_raise_not_implemented_error():
     query = torch.randn(1, TOKENS, 2, 8)
     for function in (BLOCKS, fuse(plain_attention)):
         with pytest.raises(NotImplementedError, match="cannot be mapped over an axis of size 0"):
@@ -272,7 +272,7 @@ def test_mapping_over_no_rows_and_functionalize_are_refused():
         torch.func.functionalize(lambda x: BLOCKS(x, x, x))(query)
 
 
-def test_integer_results_of_a_fused_function_carry_no_gradient():
+def test_integer_results_of_wrap_jax_have_no_gradient_under_grad():
     function = wrap_jax(lambda x: (x * x, jnp.argmax(x)))
     gradient, index = grad(lambda x: (function(x)[0].sum(), function(x)[1]), has_aux=True)(torch.tensor([1.0, 3.0]))
     assert gradient.tolist() == [2.0, 6.0] and index.item() == 1

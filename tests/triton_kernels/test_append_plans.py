@@ -79,7 +79,7 @@ def test_plan_fits_its_architecture(name, arch):
 
 
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if not name.startswith("decode")])
-def test_an_architecture_without_a_dtype_is_told(name):
+def test_plan_without_the_dtype_on_the_architecture_raises_not_implemented_error(name):
     with pytest.raises(NotImplementedError, match=r"needs compute capability 8\.9 or later, got 8\.0; use a cache of"):
         AppendLaunch(PROBLEMS[name]).plan(Target.for_arch(80))
 
@@ -93,7 +93,7 @@ def test_rows_are_moved_in_vectors():
     assert not [access for access in accesses if access.endswith(("b16", "b8", "u16"))]
 
 
-def test_a_kernel_is_compiled_for_heads_not_for_sizes():
+def test_kernel_is_shared_between_sizes_of_the_same_heads():
     target = Target.for_arch(90)
     for one in (PROBLEMS["decode"], PROBLEMS["decode, rotary, centroids, e5m2"]):
         other = dataclasses.replace(
@@ -102,7 +102,7 @@ def test_a_kernel_is_compiled_for_heads_not_for_sizes():
         assert compile_key(AppendLaunch(one).plan(target), 90) == compile_key(AppendLaunch(other).plan(target), 90)
 
 
-def test_what_the_kernel_declines():
+def test_supports_names_what_the_kernel_declines():
     assert "float64" in supports(problem_of(dtype="float64", key_dtype="float64", value_dtype="float64"))
     assert "1024" in supports(problem_of(value_dim=1025))
     assert "tables" in supports(problem_of(rotary=dataclasses.replace(ROTARY, table_dtype="float64")))
@@ -110,7 +110,7 @@ def test_what_the_kernel_declines():
 
 
 @pytest.mark.parametrize("dtype, arch", [("float8_e4m3fn", 89), ("float8_e5m2", 80), ("float8_e5m2", 89)])
-def test_rounding_where_the_machine_does_not_round(dtype, arch):
+def test_older_architectures_round_float8_to_nearest_even(dtype, arch):
     """The plan of an older architecture rounds by arithmetic, as newer machines do by themselves."""
     generator = np.random.default_rng(0)
     problem = problem_of(

@@ -138,7 +138,7 @@ def test_blackwell_plans_are_persistent_and_warp_specialised(name, kind):
 
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_the_heads_of_a_tile_are_neighbours(kind, arch):
+def test_launch_items_group_the_heads_of_a_tile(kind, arch):
     """A launch cut short after one tile's worth of items has written every head of that tile and nothing else."""
     problem = dataclasses.replace(
         BASE, tokens=128, sequence_length=128, num_tiles=2, query_heads=2, key_heads=2, head_dim=64, rotary=HALF_SPLIT
@@ -153,7 +153,7 @@ def test_the_heads_of_a_tile_are_neighbours(kind, arch):
         assert np.isfinite(result[:64]).all() and np.isnan(result[64:]).all()
 
 
-def test_a_kernel_is_compiled_for_its_shape_not_for_its_sizes():
+def test_kernel_is_shared_between_sizes_of_the_same_shape():
     """Batch, lengths, number of sequences and scale are run-time values: they must not compile another kernel."""
     for arch in (80, 90, 100):
         target = Target.for_arch(arch)
@@ -183,7 +183,7 @@ def test_launches_traced_for_one_architecture_lower_for_another():
             check_plan(plan)
 
 
-def test_unsupported_problems_say_why():
+def test_supports_names_what_the_kernels_decline():
     for change, word in (
         ({"dtype": "float64"}, "float64"),
         ({"head_dim": 20}, "20"),

@@ -42,7 +42,7 @@ def test_adjusted_changes_configurations_from_a_version_on(version, warps, with_
     assert adjusted(config, (elsewhere,), BASE, "choose", 90) is config
 
 
-def test_adjustments_leave_the_measured_version_alone():
+def test_adjustments_apply_only_after_the_measured_version():
     assert TABLES and all(row.since > (3, 6, 99) for table in TABLES for row in table)
 
 

@@ -52,7 +52,7 @@ def resident_kernels() -> list[GeneratedKernel]:
     return [GeneratedKernel(source.text, source.name) for source in sources]
 
 
-def test_text_says_what_its_function_would():
+def test_generated_kernel_matches_its_function():
     kernels = [GeneratedKernel(FILL, "fill_kernel"), *resident_kernels()]
     assert {kernel.is_gluon() for kernel in kernels} == {True, False}
     for kernel in kernels:
@@ -62,7 +62,7 @@ def test_text_says_what_its_function_would():
         assert function_of(GeneratedKernel(kernel.text, kernel.name)) is function
 
 
-def test_text_is_compiled_and_interpreted_as_its_function():
+def test_generated_kernel_is_compiled_and_interpreted_like_its_function():
     kernel = GeneratedKernel(FILL, "fill_kernel")
     (filled,) = interpret_plan(plan_of(kernel))
     assert (filled == 3).all()
@@ -71,7 +71,7 @@ def test_text_is_compiled_and_interpreted_as_its_function():
     assert compile_plan(plan_of(GeneratedKernel(FILL, "fill_kernel")), TARGET) is text
 
 
-def test_keys_follow_the_text_and_the_modules_it_imports(monkeypatch):
+def test_cache_key_depends_on_the_text_and_its_imported_modules(monkeypatch):
     key = GeneratedKernel(FILL, "fill_kernel").cache_key
     assert GeneratedKernel(FILL + "\n", "fill_kernel").cache_key != key
     assert GeneratedKernel(FILL, "other_kernel").cache_key != key
@@ -82,7 +82,7 @@ def test_keys_follow_the_text_and_the_modules_it_imports(monkeypatch):
         assert (GeneratedKernel(FILL, "fill_kernel").cache_key != key) == module.endswith("tiles")
 
 
-def test_the_library_modules_of_all_functions_that_a_kernel_refers_to_are_in_its_key():
+def test_cache_key_covers_the_modules_of_every_called_function():
     for kernel in resident_kernels():
         known, waiting, seen = modules_needed(kernel.text) | {"blockdiag.generated"}, [function_of(kernel)], set()
         while waiting:
@@ -106,12 +106,12 @@ def test_the_library_modules_of_all_functions_that_a_kernel_refers_to_are_in_its
         ("import numpy\n" + FILL, "fill_kernel", "imports numpy"),
     ],
 )
-def test_texts_that_are_no_kernels(text, name, message):
+def test_invalid_kernel_texts_raise_value_error(text, name, message):
     with pytest.raises(ValueError, match=message):
         GeneratedKernel(text, name)
 
 
-def test_modules_are_imported_by_name():
+def test_imports_not_by_module_name_raise_value_error():
     for imported in ("from blockdiag.triton_kernels import tiles", "import blockdiag.no_module"):
         with pytest.raises(ValueError, match="import modules of this library by name"):
             _ = GeneratedKernel(FILL.replace(HEAD, f"{HEAD}{imported}\n\n\n"), "fill_kernel").cache_key
@@ -140,7 +140,7 @@ print(hits, generated._function.cache_info().misses, "blockdiag.triton_kernels.p
 """
 
 
-def test_a_kernel_on_disk_never_becomes_a_function(tmp_path, pytestconfig):
+def test_kernel_in_the_disk_cache_is_not_turned_into_a_function(tmp_path, pytestconfig):
     def said(text: str) -> str:
         environment = os.environ | {
             "TRITON_CACHE_DIR": str(tmp_path),

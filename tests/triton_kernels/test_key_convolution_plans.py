@@ -68,7 +68,7 @@ def test_keys_are_loaded_and_stored_in_vectors(kind):
         assert sum("v2.b32" in access for access in accesses) >= 2 * 16
 
 
-def test_a_kernel_is_compiled_for_its_shape_not_for_its_sizes():
+def test_kernel_is_shared_between_sizes_of_the_same_shape():
     target = Target.for_arch(90)
     for options in ({}, {"num_sequences": 7}):
         one = problem_of(**options)
@@ -79,7 +79,7 @@ def test_a_kernel_is_compiled_for_its_shape_not_for_its_sizes():
             assert len({compile_key(plan, 90) for plan in plans}) == 1
 
 
-def test_tiles_suit_the_mean_length():
+def test_count_tiles_follows_the_mean_length():
     assert count_tiles(1000, 1000, None) == (128, 8)
     assert count_tiles(1000, 20, None) == (32, 50)
     assert count_tiles(30, 3, None) == (16, 10)
@@ -88,7 +88,7 @@ def test_tiles_suit_the_mean_length():
     assert rows == 16 and 100 + 900 // 16 <= num_tiles <= 160
 
 
-def test_unsupported_problems_say_why():
+def test_supports_names_what_the_kernels_decline():
     assert "float64" in supports(problem_of(dtype="float64"))
     assert "taps" in supports(problem_of(size=9))
     assert "split" in supports(problem_of(num_tiles=2**30))

@@ -72,7 +72,7 @@ def test_plan_fits_its_architecture(name, arch):
         assert not any(report.local_accesses.values()), str(report)
 
 
-def test_steps_follow_from_the_call():
+def test_attend_steps_follow_from_the_problem():
     attend = ["moba_paged_scores", "moba_paged_blocks"]
     assert [launch.name for launch in steps(BASE)] == attend
     # Without a choice there are still parts that arrive.
@@ -80,14 +80,14 @@ def test_steps_follow_from_the_call():
     assert [launch.name for launch in steps(LONG)] == [attend[0], "moba_paged_choose", attend[1]]
 
 
-def test_tiles_grow_with_blocks():
+def test_tile_keys_grow_with_the_block_size():
     assert tile_keys(BASE) == 32
     assert tile_keys(dataclasses.replace(BASE, block_size=16)) == 16
     assert tile_keys(dataclasses.replace(BASE, block_size=4096)) == 256
     assert tile_keys(PROBLEMS["float32, large blocks, heads of 256"]) == 64
 
 
-def test_refusals_name_the_reason():
+def test_supports_names_what_the_kernels_decline():
     assert "float64" in supports(changed(query_dtype="float64", key_dtype="float64", value_dtype="float64"))
     assert "multiples of 8" in supports(changed(head_dim=20))
     assert "page_table" in supports(changed(page_size=64, max_pages=2**25 - 1))

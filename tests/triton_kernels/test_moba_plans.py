@@ -102,7 +102,7 @@ def test_hopper_kernels_are_chosen_where_they_fit():
     assert not kernels(dataclasses.replace(BASE, block_size=512, num_blocks=256)) & (hopper - {"moba_hopper_choose"})
 
 
-def test_refusals_name_the_reason():
+def test_supports_names_what_the_kernels_decline():
     assert "head dimensions" in supports(dataclasses.replace(BASE, head_dim=20))
     assert "float64" in supports(dataclasses.replace(BASE, dtype="float64"))
     assert "2^31" in supports(dataclasses.replace(BASE, query_tokens=2**28))

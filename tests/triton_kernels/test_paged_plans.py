@@ -99,7 +99,7 @@ def test_plan_fits_its_architecture(name, arch):
         ({"batch": 70000}, "split the batch"),
     ],
 )
-def test_what_the_kernels_do_not_take(change, match):
+def test_supports_names_what_the_kernels_decline(change, match):
     assert match in (supports(dataclasses.replace(BASE, **change)) or "")
 
 
@@ -107,6 +107,6 @@ def test_what_the_kernels_do_not_take(change, match):
     ("batch", "max_keys", "expected"),
     [(1, 131072, 33), (2, 65536, 16), (16, 32768, 2), (32, 8192, 1), (1, 1024, 16), (20, 8192, 2), (1, 64, 1)],
 )
-def test_splits_are_those_measured_best(batch, max_keys, expected):
+def test_choose_splits_returns_the_measured_best(batch, max_keys, expected):
     """Of 32/8 heads of 128 on an H200, by benchmarks/results/paged.csv."""
     assert choose_splits(batch=batch, query_tokens=1, group_size=4, key_heads=8, max_keys=max_keys) == expected

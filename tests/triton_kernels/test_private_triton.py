@@ -96,7 +96,7 @@ def slow_ptxas_kernel():
     ],
     ids=["by name", "one object", "a copy", "names of stages"],
 )
-def test_compile_where_the_hook_is_called_otherwise_runs_ptxas(call, fresh_probes, monkeypatch):
+def test_compile_with_a_hook_called_differently_runs_ptxas(call, fresh_probes, monkeypatch):
     from triton.backends.nvidia.compiler import CUDABackend
 
     add_stages, knobs = CUDABackend.add_stages, triton.knobs.runtime
@@ -114,7 +114,7 @@ def test_compile_where_the_hook_is_called_otherwise_runs_ptxas(call, fresh_probe
 
 
 @pytest.mark.parametrize("wanted", [1, 3])
-def test_compile_where_the_hook_is_asked_for_other_keys_runs_ptxas(wanted, fresh_probes, monkeypatch):
+def test_compile_with_a_hook_expecting_other_keys_runs_ptxas(wanted, fresh_probes, monkeypatch):
     run, asked = triton.compile, []
 
     def run_with_keys(*arguments, **options):
@@ -132,7 +132,7 @@ def test_compile_where_the_hook_is_asked_for_other_keys_runs_ptxas(wanted, fresh
     assert len(asked) == 1
 
 
-def test_compile_where_the_hook_is_asked_for_key_and_hash_leaves_ptxas_out(fresh_probes, monkeypatch):
+def test_compile_with_a_hook_expecting_key_and_hash_skips_ptxas(fresh_probes, monkeypatch):
     run = triton.compile
 
     def run_with_key(*arguments, **options):
@@ -147,7 +147,7 @@ def test_compile_where_the_hook_is_asked_for_key_and_hash_leaves_ptxas_out(fresh
     assert feature("PTX without ptxas").is_fast
 
 
-def test_compile_where_there_is_no_hook_runs_ptxas(fresh_probes, monkeypatch):
+def test_compile_without_a_hook_runs_ptxas(fresh_probes, monkeypatch):
     without = SimpleNamespace(runtime=SimpleNamespace(), language=triton.knobs.language)
     with monkeypatch.context() as patch:
         patch.setattr(triton, "knobs", without)
@@ -155,7 +155,7 @@ def test_compile_where_there_is_no_hook_runs_ptxas(fresh_probes, monkeypatch):
     assert not slow_ptxas_kernel().is_fast
 
 
-def test_compile_of_a_wrong_kernel_blames_no_hook(fresh_probes, monkeypatch):
+def test_compile_of_a_broken_kernel_keeps_the_hook(fresh_probes, monkeypatch):
     def refuse(*arguments, **options):
         raise TypeError("the kernel is wrong")
 
@@ -172,7 +172,7 @@ def test_compile_of_a_wrong_kernel_blames_no_hook(fresh_probes, monkeypatch):
 @pytest.mark.parametrize(
     "names", [{"triton.experimental.gluon.language": ("warp_specialise",)}, {"triton.experimental.gluon.nowhere": ()}]
 )
-def test_plans_where_gluon_differs_take_plain_triton_kernels(names, fresh_probes, monkeypatch):
+def test_plans_with_unknown_gluon_names_use_plain_triton_kernels(names, fresh_probes, monkeypatch):
     launch = MoBALaunch(BASE, "blocks_forward", heads=(16, 16))
     fused = [x for x in launches_of(CASES["narrow"].region()).values() if x.on_hopper is not None]
     elsewhere = [x for x in fused if x.on_hopper.source != x.source]
@@ -205,14 +205,14 @@ def test_descriptors_of_an_unknown_class_are_made_by_its_constructor(fresh_probe
     assert not feature("descriptors without checks").is_fast
 
 
-def test_interpreting_with_an_unknown_builder_is_refused_with_a_remedy(fresh_probes, monkeypatch):
+def test_interpreter_with_an_unknown_builder_raises_not_implemented_error(fresh_probes, monkeypatch):
     monkeypatch.setattr(private_triton, "_BUILDER_METHODS", ("create_dot", "create_dot_again"))
     with pytest.raises(NotImplementedError, match=r"has no create_dot_again; install triton 3\.6 to 3\.9"):
         private_triton.interpreter_parts()
     assert not feature("interpreter").is_fast
 
 
-def test_element_types_of_tensor_maps_are_the_drivers():
+def test_element_types_of_tensor_maps_match_the_driver():
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     for number, expected in TMA_DTYPE_DEVICE_TO_HOST.items():
@@ -226,12 +226,12 @@ def test_element_types_of_tensor_maps_are_the_drivers():
 @pytest.mark.parametrize(
     ("text", "numbers"), [("3.6.0", (3, 6, 0)), ("3.10.1+git1234", (3, 10, 1)), ("3.9.0.dev2026", (3, 9, 0))]
 )
-def test_version_of_a_release_name_is_its_numbers(text, numbers, monkeypatch):
+def test_version_returns_the_numbers_of_a_release_name(text, numbers, monkeypatch):
     monkeypatch.setattr(private_triton.importlib.metadata, "version", lambda name: text)
     assert private_triton.version() == numbers
 
 
-def test_gluon_names_take_the_first_name_that_a_version_knows():
+def test_gluon_names_resolve_to_the_first_known_name():
     from blockdiag.triton_kernels.launch.gluon_names import _named
 
     older, newer = SimpleNamespace(old=1), SimpleNamespace(old=2, new=3)

@@ -63,7 +63,7 @@ def test_families_launch_every_kernel_of_hopper():
     assert not missing, "kernels that no family launches"
 
 
-def test_written_kernels_are_found():
+def test_written_kernels_finds_kernels_and_no_helpers():
     kernels = written_kernels()
     assert {"moba_hopper_backward", "tile_table", "paged_splits", "block_diagonal_forward"} <= kernels
     assert not kernels & {"tile_rows_at", "load_tile", "carry"}
@@ -77,7 +77,7 @@ def test_dry_run_of_a_family_runs_every_call(name, capsys):
     assert len(lines) - 1 == len(list(FAMILIES[name].calls())) and all(line.startswith("ran ") for line in lines[:-1])
 
 
-def test_call_with_a_wrong_result_is_refused():
+def test_run_call_with_a_wrong_result_raises_arithmetic_error():
     wrong = Call("wrong", lambda who: [np.ones(3, np.float32) * (2 if who == "triton" else 1)])
     with pytest.raises(ArithmeticError, match=r"result 0 differs from the CPU's by 1 "):
         sanitize.run_call(wrong, is_dry=False)
@@ -91,20 +91,20 @@ def rounding(who):
     return [np.ones(4, np.float32) * x for x in (1, errors[1], 1 + errors[2])]
 
 
-def test_result_that_is_rounding_may_be_as_wrong_as_a_plain_computation():
+def test_rounding_errors_may_equal_those_of_a_plain_computation():
     call = Call("rounding", lambda who: rounding(who)[:2], plain="plain")
     assert sanitize.run_call(call, is_dry=False) == "2.0e+00"
     with pytest.raises(ArithmeticError, match=r"result 1 differs from the CPU's by 2 "):
         sanitize.run_call(dataclasses.replace(call, plain=None), is_dry=False)
 
 
-def test_result_that_is_not_rounding_is_compared_as_ever():
+def test_errors_beyond_rounding_raise_arithmetic_error():
     call = Call("rounding", rounding, plain="plain")
     with pytest.raises(ArithmeticError, match=r"result 2 differs from the CPU's by 0.1 "):
         sanitize.run_call(call, is_dry=False)
 
 
-def test_gradients_that_are_rounding_are_those_of_terms_of_rows():
+def test_allowed_differences_are_larger_only_for_gradients_summed_over_rows():
     (call,) = [call for call in FAMILIES["fuse_resident_2"].calls() if call.name == "terms"]
     allowed = sanitize.allowed_differences(call, sanitize.expected_results(call, None))
     names = ("output", "query", "key", "value", "pair", "offset", "slope")
@@ -137,7 +137,7 @@ def test_expected_results_are_computed_once(tmp_path):
         ([], [], 0.0),
     ],
 )
-def test_difference_of_results(found, expected, largest):
+def test_difference_is_relative_for_floats_and_a_share_for_integers(found, expected, largest):
     assert difference(np.asarray(found), np.asarray(expected)) == pytest.approx(largest)
 
 
@@ -360,7 +360,7 @@ def test_dropped_records_are_not_explained_elsewhere(tmp_path, text):
     assert DROPPED not in known and sum(report.title.count("buffer overflow") for report in rest) == 2
 
 
-def test_report_whose_source_is_not_there_is_not_explained(tmp_path):
+def test_report_without_its_source_is_not_explained(tmp_path):
     name, *given = next(x for x in EXPLAINED if x[2] == "fuse_torch")
     assert explained(*given, tmp_path)[0] == {name: 1}
     (tmp_path / "b55bb522ef055e4a.py").unlink()
@@ -373,13 +373,13 @@ def test_reports_that_differ_in_threads_are_counted_as_one_kind():
     assert (report.title, report.call, count) == ("Uninitialized __global__ memory read of size 8 bytes", "batch", 2)
 
 
-def test_report_of_a_call_whose_name_has_a_colon_is_of_that_call():
+def test_report_of_a_call_whose_name_has_a_colon_keeps_the_name():
     text = read(8, "paged_merge+0x410").replace("ran batch (2.7 s, 3.4e-03)", "EXC features: keys: ValueError no: not")
     (report,) = parse_reports(text.splitlines())
     assert report.call == "features: keys"
 
 
-def test_sources_of_generated_kernels_are_kept_for_lines(tmp_path, monkeypatch):
+def test_keep_sources_writes_generated_kernels_for_lines_in(tmp_path, monkeypatch):
     name = "<blockdiag.fuse fused_rows_and_pairs_resident b55bb522ef055e4a>"
     lines = SOURCE.splitlines(keepends=True)
     monkeypatch.setitem(linecache.cache, name, (len(SOURCE), None, lines, name))
@@ -388,7 +388,7 @@ def test_sources_of_generated_kernels_are_kept_for_lines(tmp_path, monkeypatch):
     assert lines_in(tmp_path)(name, 4, "kernel") == ""
 
 
-def test_small_kernels_have_what_tools_do_not_follow():
+def test_false_alarm_kernels_contain_the_instructions_that_tools_misread():
     codes = {name: false_alarms.machine_code(plan, 90) for name, plan in false_alarms.plans().items()}
     texts = {name: " ".join(text for _, text in code) for name, code in codes.items()}
     # A read at the beginning of what the warps are to run.
@@ -434,18 +434,18 @@ def tool(tmp_path):
         ("memcheck", "ran batch\nall ran\n", r"1 ran +0 failed uncounted errors .* LOOK", ""),
     ],
 )
-def test_driver_reports_what_is_not_clean(tool, capsys, name, text, row, reported):
+def test_driver_with_findings_reports_them_and_returns_1(tool, capsys, name, text, row, reported):
     assert sanitize.main([*tool(text), "--tools", name]) == 1
     printed = capsys.readouterr().out
     assert re.search(rf"moba +{name} +{row}", printed) and reported in printed
 
 
-def test_driver_of_clean_processes_returns_0(tool, capsys):
+def test_driver_without_findings_returns_0(tool, capsys):
     assert sanitize.main([*tool(CLEAN), "--tools", "memcheck,initcheck"]) == 0
     assert "2 processes, 0 errors, 0 processes to look at" in capsys.readouterr().out
 
 
-def test_driver_prints_the_reason_of_what_is_explained_and_returns_0(tool, capsys):
+def test_driver_with_explained_reports_prints_the_reason_and_returns_0(tool, capsys):
     text = EXPLAINED[0][3] + "all ran\n========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
     assert sanitize.main([*tool(text), "--tools", "racecheck"]) == 0
     printed = capsys.readouterr().out
@@ -455,13 +455,13 @@ def test_driver_prints_the_reason_of_what_is_explained_and_returns_0(tool, capsy
     assert "1 processes, 0 errors, 0 processes to look at" in printed
 
 
-def test_driver_counts_what_is_beside_the_explained_as_errors(tool, capsys):
+def test_driver_counts_unexplained_reports_as_errors(tool, capsys):
     text = EXPLAINED[0][3] + RACECHECK.replace("(1 errors", "(2 errors")
     assert sanitize.main([*tool(text), "--tools", "racecheck"]) == 1
     assert "1 processes, 1 errors, 1 processes to look at" in capsys.readouterr().out
 
 
-def test_tools_of_a_family_come_after_its_plain_run(monkeypatch, capsys, tmp_path):
+def test_driver_runs_the_tools_of_a_family_after_its_plain_run(monkeypatch, capsys, tmp_path):
     turns = []
 
     def run(family, tool, options, caches):
@@ -475,7 +475,7 @@ def test_tools_of_a_family_come_after_its_plain_run(monkeypatch, capsys, tmp_pat
     assert all(turns.index((x, "plain")) < turns.index((x, y)) for x in ("moba", "paged") for y in sanitize.TOOLS)
 
 
-def test_sanitizer_of_the_package_is_found_before_that_on_the_path(monkeypatch, tmp_path):
+def test_find_sanitizer_prefers_the_package_over_the_path(monkeypatch, tmp_path):
     folders = tmp_path / "site" / "nvidia" / "cu13" / "compute-sanitizer", tmp_path / "bin"
     for folder in folders:
         folder.mkdir(parents=True)
@@ -494,6 +494,6 @@ def test_driver_ends_a_process_whose_time_is_up(tool, capsys):
 
 
 @pytest.mark.parametrize("option", ["--families", "--tools"])
-def test_driver_refuses_unknown_names(option):
+def test_driver_with_unknown_names_exits_with_an_error(option):
     with pytest.raises(SystemExit, match=f"`{option}` must name some of .*, got 'other'"):
         sanitize.main([option, "other"])

@@ -56,7 +56,7 @@ SPECIALISED = """
 """
 
 
-def test_loops_are_found_by_what_can_be_repeated_and_not_by_where_it_stands():
+def test_loop_depths_follow_control_flow_and_not_positions():
     depths = [(text.split(" ;")[0], depth) for text, depth in loop_depths(NESTED)]
     assert depths == [
         ("MOV R1, c[0x0][0x28]", 0),
@@ -83,10 +83,10 @@ def test_loops_are_found_by_what_can_be_repeated_and_not_by_where_it_stands():
     ]
 
 
-def test_indirect_branches_lead_to_all_their_targets():
+def test_loop_depths_of_indirect_branches_follow_all_targets():
     assert [depth for _, depth in loop_depths(SPECIALISED)] == [1, 1, 1, 1, 0, 0]
 
 
-def test_text_without_instructions_is_refused():
+def test_loop_depths_of_text_without_instructions_raises_value_error():
     with pytest.raises(ValueError, match="`sass` must be what nvdisasm prints"):
         loop_depths("Fatal   : no code\n")

@@ -57,14 +57,14 @@ def table_of(kind, values, tokens, block_size):
 
 @pytest.mark.parametrize("block_size", [17, 64])
 @pytest.mark.parametrize("case", OFFSETS)
-def test_table_of_offsets(case, block_size):
+def test_table_of_offsets_equals_that_of_jax(case, block_size):
     values = np.asarray(OFFSETS[case], np.int32)
     expected = expected_table(tiles_from_offsets, values, block_size)
     np.testing.assert_array_equal(table_of("offsets", values, 1001, block_size), expected)
 
 
 @pytest.mark.parametrize("case", LENGTHS)
-def test_table_of_lengths(case):
+def test_table_of_lengths_equals_that_of_jax(case):
     values = np.asarray(LENGTHS[case], np.int32)
     expected = expected_table(tiles_from_lengths, values, 64)
     np.testing.assert_array_equal(table_of("lengths", values, 1001, 64), expected)

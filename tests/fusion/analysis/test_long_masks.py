@@ -178,7 +178,7 @@ TILES = (Tile(16, 16), Tile(32, 16), Tile(16, 64))
 
 @pytest.mark.parametrize("tokens", [1024, 1000])
 @pytest.mark.parametrize("name", LINEAR)
-def test_tables_of_masks_of_positions_tell_the_state_of_every_tile(name, tokens, monkeypatch):
+def test_tile_tables_of_position_masks_have_the_state_of_every_tile(name, tokens, monkeypatch):
     monkeypatch.setitem(globals(), "BLOCK", 300)
     monkeypatch.setitem(globals(), "DOCUMENT_LENGTH", 300)
     region = masked_region(LINEAR[name], tokens)
@@ -202,7 +202,7 @@ def gallery_regions(name, array):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_tables_of_gallery_variants_tell_the_state_of_every_tile(name):
+def test_tile_tables_of_gallery_variants_have_the_state_of_every_tile(name):
     for region, arrays in gallery_regions(name, np.asarray):
         for tile in (Tile(8, 8), Tile(4, 8)):
             assert_same_states(region, tile, arrays)
@@ -214,7 +214,7 @@ DECIDED_BY_ARRAYS = (
 
 
 @pytest.mark.parametrize("name", DECIDED_BY_ARRAYS)
-def test_tables_made_by_xla_tell_what_those_of_known_arrays_do(name, monkeypatch):
+def test_tile_tables_of_traced_arrays_equal_those_of_known_arrays(name, monkeypatch):
     """As lists, and as ranges with which long calls save memory."""
     for (region, arrays), (_, known) in zip(
         gallery_regions(name, jnp.asarray), gallery_regions(name, np.asarray), strict=True
@@ -231,7 +231,7 @@ def test_tables_made_by_xla_tell_what_those_of_known_arrays_do(name, monkeypatch
 
 
 @pytest.mark.parametrize("most", [1 << 22, 64])
-def test_tables_of_diagonals_made_by_xla_tell_what_those_of_known_arrays_do(most, monkeypatch):
+def test_diagonal_tile_tables_of_traced_arrays_equal_those_of_known_arrays(most, monkeypatch):
     def documents_with_table(query, key, value, table, segment):
         row, column = places(query, key)
         bias = table[jnp.clip(row - column, -20, 20) + 20]
@@ -255,7 +255,7 @@ def test_tables_of_diagonals_made_by_xla_tell_what_those_of_known_arrays_do(most
         np.testing.assert_array_equal(*states)
 
 
-def test_lines_of_more_ranges_than_arrays_may_have_are_one_range():
+def test_rows_with_too_many_ranges_become_one_range():
     states = np.array([[0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 2, 0], [0, 2, 2, 1, 0, 1, 2, 0, 1, 0, 0, 1]], np.int8)
     counts, numbers = map(np.asarray, tile_tables.ranges_of(jnp.asarray(states)))
     form = Form("ranges", 12, tile_tables.DYNAMIC_FULL, tile_tables.DYNAMIC_MASKED)
@@ -295,7 +295,7 @@ def random_masks(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_tables_of_random_known_masks_tell_the_state_of_every_tile(seed):
+def test_tile_tables_of_random_known_masks_have_the_state_of_every_tile(seed):
     kinds = set()
     for region, arrays, seen in random_masks(seed):
         assert arrays
@@ -308,7 +308,7 @@ def test_tables_of_random_known_masks_tell_the_state_of_every_tile(seed):
     assert kinds >= ({"list", "shared"} if seed % 2 else {"list"})
 
 
-def test_distances_of_tiles_are_bounded_by_those_of_their_elements():
+def test_distance_extents_of_tiles_bound_their_elements():
     line = np.random.default_rng(0).integers(-50, 50, 40 + 56 - 1)
     tile = Tile(8, 4)
     extent = distance_extent(Tiling(tile, 40, 56), line)
@@ -340,7 +340,7 @@ def work_of(name, tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_work_and_tables_grow_with_the_tokens(name, monkeypatch):
+def test_tile_table_work_and_size_are_linear_in_tokens(name, monkeypatch):
     """Eight times the tokens are eight times the blocks that are looked at, or a little more; and the numbers of a
     line of tiles stay as many."""
     works = [work_of(name, tokens, monkeypatch) for tokens in (1 << 15, 1 << 18)]
@@ -351,7 +351,7 @@ def test_work_and_tables_grow_with_the_tokens(name, monkeypatch):
         assert found.arrays[f"live_tiles{way}"].size <= 11 * lines
 
 
-def test_masks_that_nobody_can_see_through_from_afar_stay_bounded(monkeypatch):
+def test_tile_table_work_of_undecidable_masks_is_bounded(monkeypatch):
     """Every 64th tile of keys is seen: no block of tiles is decided. Beyond some work blocks stay, with their masks."""
     monkeypatch.setattr(refine, "_MOST_BLOCKS", 1 << 12)
     monkeypatch.setattr(refine, "_MOST_PER_LINE", 4)
@@ -405,7 +405,7 @@ def test_tracing_a_million_tokens_takes_little_memory(function):
     assert constants < 64e6
 
 
-def test_explanation_of_a_long_call_is_small():
+def test_explain_of_a_long_call_uses_little_memory():
     tokens = 1 << 18
     tracemalloc.start()
     try:
@@ -420,7 +420,7 @@ def test_explanation_of_a_long_call_is_small():
     ("name", "kind"),
     [("global_and_local", "ranges"), ("strided", "shared"), ("scattered", "list"), ("documents", "ranges")],
 )
-def test_kernels_go_through_the_tiles_of_every_form(name, kind, monkeypatch):
+def test_kernels_visit_the_tiles_of_every_table_form(name, kind, monkeypatch):
     """Results and gradients by the interpreter, of more ranges than one, of lists that lines share, and of others."""
     tokens = 512
     monkeypatch.setattr(tile_tables, "_MOST_STATES", 16)
@@ -466,7 +466,7 @@ def test_kernels_go_through_the_tiles_of_every_form(name, kind, monkeypatch):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
 
-def test_lists_that_would_be_too_long_are_one_range_a_line(monkeypatch):
+def test_tile_lists_that_would_be_too_long_become_one_range_per_row(monkeypatch):
     """Known masks of many ranges a line: lines of few ranges stay as they are, others see dead tiles, too."""
     monkeypatch.setattr(tile_tables, "_MOST_LISTED", 0)
     monkeypatch.setattr(tile_tables, "_MOST_LISTED_OF_BLOCKS", 0)
@@ -483,7 +483,7 @@ def test_lists_that_would_be_too_long_are_one_range_a_line(monkeypatch):
     assert not ((needed > 0) & (states == 0)).any() and (states[~is_same] < 2).all()
 
 
-def test_lines_whose_ends_keep_them_from_sharing_a_list_share_one_without_untouched_tiles(monkeypatch):
+def test_tile_rows_with_different_ends_share_a_list(monkeypatch):
     monkeypatch.setattr(tile_tables, "_MOST_APART", 0)
 
     def stripes(query, key):
@@ -502,7 +502,7 @@ def test_lines_whose_ends_keep_them_from_sharing_a_list_share_one_without_untouc
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", ["global_and_local", "strided"])
-def test_kernels_of_every_form_keep_numbers_in_registers(name, arch, monkeypatch):
+def test_kernels_of_every_table_form_do_not_spill_in_loops(name, arch, monkeypatch):
     """Compiled for architectures that are not here, of heads of 64: nothing is in a thread's memory within a loop."""
     monkeypatch.setattr(tile_tables, "_MOST_LISTED_OF_BLOCKS", 0)
     mask = LINEAR[name]

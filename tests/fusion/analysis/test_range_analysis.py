@@ -199,7 +199,7 @@ def compiled(name: str) -> Any:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @hypothesis.given(seed=strategies.integers(0, 2**20), shape=strategies.sampled_from(SHAPES))
-def test_scores_lie_in_the_interval_of_their_tile(name: str, seed: int, shape: tuple[int, int]) -> None:
+def test_bounds_contain_every_element_of_their_tile(name: str, seed: int, shape: tuple[int, int]) -> None:
     program = PROGRAMS[name]
     leaves = program.leaves(np.random.default_rng(seed), *shape)
     (interval,) = bounds(traced(name), extents(program.roles, leaves))
@@ -222,7 +222,7 @@ def test_scores_lie_in_the_interval_of_their_tile(name: str, seed: int, shape: t
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_jax_and_numpy_agree(name: str) -> None:
+def test_bounds_with_jax_and_numpy_agree(name: str) -> None:
     program = PROGRAMS[name]
     shape = SHAPES[1]
     leaves = program.leaves(np.random.default_rng(3), *shape)
@@ -241,7 +241,7 @@ def test_jax_and_numpy_agree(name: str) -> None:
     assert_contains(interval, values)
 
 
-def test_constants_are_resolved_while_tracing() -> None:
+def test_bounds_of_constants_are_resolved_while_tracing() -> None:
     """Also where the constants of the program are arrays of JAX, and beside leaves that are tracers."""
     floor = jnp.float32(-1e10)
     shape = jax.ShapeDtypeStruct((ROWS, COLUMNS), F32)
@@ -268,7 +268,7 @@ def test_constants_are_resolved_while_tracing() -> None:
     assert states.dtype == np.int8
 
 
-def test_batch_axes() -> None:
+def test_bounds_of_leaves_with_different_batch_axes_broadcast() -> None:
     """Leaves with other batch axes than each other, as [B, 1] and [1, H], broadcast."""
     generator = np.random.default_rng(0)
     lengths, slopes = np.array([[3], [9]], np.int32), generator.uniform(0.1, 1, (1, 3)).astype(np.float32)
@@ -286,7 +286,7 @@ def test_batch_axes() -> None:
             assert_contains(Interval(*ends), values)
 
 
-def test_predicates() -> None:
+def test_predicates_returns_the_intervals_of_boolean_selects() -> None:
     """By the index of their equation; an integer that chooses among cases is none."""
     rows, columns = positions(np.random.default_rng(0), 8, 16)
     shape = jax.ShapeDtypeStruct((ROWS, COLUMNS), F32)
@@ -305,7 +305,7 @@ def test_predicates() -> None:
     np.testing.assert_array_equal(predicate.high, [[True, False], [True, True]])
 
 
-def test_products() -> None:
+def test_bounds_of_products_are_finite_only_with_known_operands() -> None:
     """Nothing is known of a product, unless something is known of both operands."""
     generator = np.random.default_rng(0)
     query, key = (generator.normal(size=(size, 5)).astype(np.float32) for size in (10, 12))
@@ -388,7 +388,7 @@ def draw(generator: np.random.Generator, dtype: Any, shape: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("operands", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "int8", "uint8", "uint32", "bool"])
-def test_primitives(dtype: Any, operands: int) -> None:
+def test_bounds_of_primitives_contain_their_results(dtype: Any, operands: int) -> None:
     """Results lie within their intervals, of NumPy and of JAX, also where bits are lost or numbers overflow."""
     dtype, shape = jnp.dtype(dtype), (8, 16)
     functions = chosen(dtype, operands) if (dtype, operands) != (jnp.bool_, 1) else {"not": jnp.logical_not}
@@ -448,7 +448,7 @@ def extent_in(xp: Any, array: Any, role: Any) -> Interval:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
 @pytest.mark.parametrize("xp", [np, jnp])
-def test_tile_extent(dtype: str, xp: Any) -> None:
+def test_tile_extent_is_the_minimum_and_maximum_of_each_tile(dtype: str, xp: Any) -> None:
     generator = np.random.default_rng(1)
     values = xp.asarray(draw(generator, jnp.dtype(dtype), (2, 10, 9)))
     if dtype != "bool":
@@ -474,7 +474,7 @@ def test_tile_extent(dtype: str, xp: Any) -> None:
     assert single.low.shape == (2, 1, 1) and (single.low[:, 0, 0] == wide[:, 0, 0]).all()
 
 
-def test_nan_makes_its_tile_unknown() -> None:
+def test_tile_extent_of_nan_is_unknown() -> None:
     values = np.ones((8, 16), np.float32)
     values[5, 9] = np.nan
     for array in (values, jnp.asarray(values)):
@@ -483,7 +483,7 @@ def test_nan_makes_its_tile_unknown() -> None:
         np.testing.assert_array_equal(extent.high, [[1, 1], [1, np.inf]])
 
 
-def test_calls_and_constants() -> None:
+def test_bounds_of_calls_and_constants_are_exact() -> None:
     """Functions with derivatives of their own, checkpoints and arrays that the program holds."""
 
     @jax.custom_vjp
@@ -502,7 +502,7 @@ def test_calls_and_constants() -> None:
     np.testing.assert_allclose(interval.high, 8.5, rtol=1e-6)
 
 
-def test_what_is_not_understood_is_unknown() -> None:
+def test_bounds_of_unsupported_primitives_are_unknown() -> None:
     def function(x: Any, i: Any) -> Any:
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(3)
         total = jnp.sum(x, axis=1, keepdims=True)
@@ -520,7 +520,7 @@ def test_what_is_not_understood_is_unknown() -> None:
         assert integer.high.max() == 2**31 - 1 and not boolean.low.any() and boolean.high.all()
 
 
-def test_number_of_leaves() -> None:
+def test_bounds_with_a_wrong_number_of_leaves_raises_value_error() -> None:
     program = jax.make_jaxpr(lambda x, y: x + y)(jnp.ones((1, 1)), jnp.ones((1, 1)))
     with pytest.raises(ValueError, match="each of 2 inputs"):
         bounds(program, [unknown(F32)])

@@ -142,7 +142,7 @@ def operands(function):
 
 
 @pytest.mark.parametrize("function", SKIPPED, ids=lambda function: function.__name__)
-def test_tiles_are_skipped(function):
+def test_fuse_skips_tiles_that_masks_rule_out(function):
     (region,) = explain(function)(*operands(function)).regions
     assert region.skipped >= SKIPPED[function]
     rows, columns = region.tile
@@ -156,12 +156,12 @@ def test_tiles_are_skipped(function):
 
 
 @pytest.mark.parametrize("function", WRITTEN, ids=lambda function: function.__name__)
-def test_masks_that_are_written_are_no_arrays(function):
+def test_scatter_masks_are_computed_from_positions(function):
     (region,) = explain(function)(*operands(function)).regions
     assert {leaf.role for leaf in region.leaves} == {"query", "key", "row", "column"}
 
 
-def test_arguments_that_are_written_into_masks():
+def test_mask_with_a_traced_value_at_known_positions_is_not_an_array():
     """The places are known, the number is not."""
 
     def function(query, key, value, most):
@@ -179,7 +179,7 @@ def test_arguments_that_are_written_into_masks():
     [lowest_added, window_by_factor, decay, learned_mask, *WRITTEN, documents_of_floats, *BIASED],
     ids=lambda function: function.__name__,
 )
-def test_results_and_gradients(function):
+def test_masked_functions_match_the_reference_with_gradients(function):
     given = operands(function)
     cotangent = jax.random.normal(jax.random.key(1), given[0].shape)
 
@@ -194,13 +194,13 @@ def test_results_and_gradients(function):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5 * max(1.0, float(np.abs(other).max())))
 
 
-def test_weights_that_happen_to_be_zero_are_computed():
+def test_learned_mask_tiles_are_not_skipped():
     (region,) = explain(learned_mask)(*operands(learned_mask)).regions
     assert region.live is None
 
 
 @pytest.mark.parametrize("function", [biases_decide, bias_of_no_softmax_decides])
-def test_biases_that_something_else_is_made_of_may_be_anything(function):
+def test_biases_used_elsewhere_prevent_skipping(function):
     (region,) = explain(function)(*operands(function)).regions
     assert region.skipped == 0
 
@@ -220,7 +220,7 @@ def within_radius(points):
     ids=["radius", "alike", "between"],
 )
 @pytest.mark.parametrize("has_softmax", [True, False])
-def test_products_that_decide_may_be_larger_than_scores(seen_of, is_causal, has_softmax):
+def test_mask_predicates_on_products_above_the_score_bound_stay_exact(seen_of, is_causal, has_softmax):
     """Dead tiles and tiles without a mask would both be wrong: products of up to 8e8 are compared."""
 
     def function(query, key, value, points):
@@ -241,7 +241,7 @@ def test_products_that_decide_may_be_larger_than_scores(seen_of, is_causal, has_
     np.testing.assert_allclose(np.asarray(found)[:, sees], np.asarray(expected)[:, sees], rtol=1e-4, atol=1e-4)
 
 
-def test_masks_are_skipped_beside_leaky_scores():
+def test_masked_tiles_beside_leaky_scores_are_skipped():
     """The sign of scores decides nothing that their size does."""
 
     def function(query, key, value):
@@ -252,7 +252,7 @@ def test_masks_are_skipped_beside_leaky_scores():
     assert region.skipped > 0.2
 
 
-def test_what_is_added_as_an_array_of_floats_is_not_looked_at():
+def test_float_bias_arrays_are_not_inspected_for_skipping():
     def biased(query, key, value, bias):
         """bias [T, S]."""
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + bias[None, None], axis=-1), value)
@@ -264,7 +264,7 @@ def test_what_is_added_as_an_array_of_floats_is_not_looked_at():
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1)], ids=str)
-def test_positions_are_never_arrays(batch, lead):
+def test_mask_positions_are_never_array_leaves(batch, lead):
     """Axes of one before a mask are not an axis of one sequence: somebody would write its positions down."""
 
     def windowed(query, key, value):

@@ -94,7 +94,7 @@ def assert_exact(case, function, *, is_masked=False, has_gradients=True):
 
 
 @pytest.mark.parametrize("name", [name for name, case in STREAMED.items() if case.streams])
-def test_keys_that_stream(name, launched):
+def test_streamed_kernels_match_float32(name, launched):
     case = STREAMED[name]
     # Gradients are other kernels'; what they are told of the softmax is the same in all cases.
     assert_exact(case, fuse(case.function, implementation="triton"), has_gradients=name in ("cross", "far_away"))
@@ -113,7 +113,7 @@ def with_few_rows(case):
 
 
 @pytest.mark.parametrize("name", [name for name, case in RESIDENT.items() if case.stays])
-def test_biases_that_stay(name, launched, monkeypatch):
+def test_resident_bias_kernels_match_float32(name, launched, monkeypatch):
     case = RESIDENT[name]
     if name in MANY_ROUNDS:
         case = with_few_rows(case)
@@ -130,7 +130,7 @@ def test_biases_that_stay(name, launched, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["float16", "triangle", "wide_triangle"])
-def test_a_bias_whose_gradient_is_one_part_is_written_as_it_is(name, launched, monkeypatch):
+def test_resident_bias_gradient_in_one_part_keeps_shape_and_dtype(name, launched, monkeypatch):
     # With one multiprocessor a program goes through all rounds.
     monkeypatch.setattr(kernels_resident_pairs, "_USUAL_MULTIPROCESSORS", 1)
     case = RESIDENT[name]
@@ -175,7 +175,7 @@ LOADED = "        k_part = wait_slot(key_ring, key_full, chunk)\n"
         (LOADED, "        k_part = key_ring.index(chunk % 3)\n", (0.0, 0.0, 2e-3)),
     ],
 )
-def test_memory_that_is_used_at_another_time_is_noticed(lines, changed, naps):
+def test_reordered_shared_memory_accesses_are_detected(lines, changed, naps):
     case = STREAMED["cross"]
     arrays = [np.asarray(x) for x in case.inputs().values()]
     plan = launches_of(case.region())["fused_forward"].plan(HOPPER)

@@ -49,7 +49,7 @@ def results(function, arguments):
 
 @FUNCTIONS
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_results(function, implementation):
+def test_fuse_of_transposed_layouts_matches_float64(function, implementation):
     with jax.enable_x64(True):
         expected = jax.tree.map(np.asarray, results(function, operands(function, np.float64)))
     found = results(fuse(function, implementation=implementation), operands(function, np.float32))
@@ -59,7 +59,7 @@ def test_results(function, implementation):
 
 
 @FUNCTIONS
-def test_queries_or_keys_lie_side_by_side_in_kernels(function):
+def test_kernels_of_transposed_layouts_have_unit_stride(function):
     """A stride of 1 in every load of scores, and in every store of their gradients."""
     source = explain(function)(*operands(function, np.float32)).source
     places = re.findall(r"p_(?:leaf|grad)\d+ \+ .*?[ro]_q\[:, None\] \* (\d+) \+ [ro]_k\[None, :\] \* (\d+)", source)
@@ -82,7 +82,7 @@ def shared_queries(query, key, value):
 @pytest.mark.parametrize("keys", [KEYS, 300])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("function", [matrices, shared_queries])
-def test_queries_of_sixteen_bits_whose_features_come_first(function, dtype, keys):
+def test_half_precision_queries_with_leading_features_are_accurate(function, dtype, keys):
     batch = [] if function is matrices else [BATCH]
     key = (FEATURES, keys) if function is matrices else (BATCH, keys, FEATURES)
     given = [x.astype(dtype) for x in arrays((FEATURES, QUERIES), key, (*batch, keys, FEATURES))]
@@ -90,7 +90,7 @@ def test_queries_of_sixteen_bits_whose_features_come_first(function, dtype, keys
 
 
 @pytest.mark.parametrize("layout", ["ntsh", "tsnh"])
-def test_one_query_and_one_key_of_scores_that_are_in_memory(layout):
+def test_single_query_and_key_with_scores_in_memory_match_the_reference(layout):
     def function(query, key, value, pairs):
         scores = jnp.einsum("tnh,snh->nts", query, key)
         bias = jnp.einsum(f"{layout},h->nts", pairs, query[0, 0])
@@ -124,7 +124,7 @@ MERGED = {
 
 @pytest.mark.parametrize("tokens", [2, FEATURES, FEATURES + 1])
 @pytest.mark.parametrize("function", MERGED, ids=lambda x: x.__name__)
-def test_few_tokens_of_merged_axes(function, tokens):
+def test_few_tokens_of_merged_axes_read_queries_and_keys(function, tokens):
     """Scores that are no larger than queries and keys are not what a kernel reads, either."""
     given = arrays(*MERGED[function](tokens))
     (region,) = explain(function)(*given).regions

@@ -23,7 +23,7 @@ def test_fuse_with_nan_in_scores_gives_nan_where_xla_does(name):
 
 
 @pytest.mark.parametrize("name", ["as they are", "clip", "relu", "abs"])
-def test_fuse_with_nan_that_a_mask_hides_gives_no_nan(name):
+def test_fuse_with_nan_hidden_by_a_mask_gives_no_nan(name):
     seen = np.tril(np.ones((TOKENS, TOKENS), bool))
     query, key, value, bias = operands()
     bias = jnp.where(seen, jnp.nan_to_num(bias), jnp.nan)
@@ -35,7 +35,7 @@ def test_fuse_with_nan_that_a_mask_hides_gives_no_nan(name):
 
 
 @pytest.mark.parametrize("name", ["as they are", "clip", "relu", "abs"])
-def test_fuse_with_nan_that_a_mask_shows_makes_its_row_nan(name):
+def test_fuse_with_nan_visible_through_a_mask_makes_its_row_nan(name):
     seen = np.tril(np.ones((TOKENS, TOKENS), bool))
     function = attention(FUNCTIONS[name], seen[None])
     given = operands()

@@ -74,6 +74,6 @@ def test_kernels_fit_their_architecture(name, size, arch):
         assert report.ptx[MATRIX_UNITS[arch]] > 0, str(report)
 
 
-def test_equal_sources_are_equal_launches():
+def test_launches_of_equal_sources_are_equal():
     one, other = launches("document"), launches("document")
     assert one == other and hash(one["fused_forward"]) == hash(other["fused_forward"])

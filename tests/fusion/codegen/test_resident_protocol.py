@@ -28,7 +28,7 @@ def resident_kernels(name):
 @pytest.mark.parametrize(
     "name", ["many_rows", "many_wide_rows", "narrow", "three_chunks", "one_chunk", "terms", "shared", "wide_triangle"]
 )
-def test_warps_end(name):
+def test_resident_kernels_do_not_deadlock(name):
     kernels = resident_kernels(name)
     assert kernels
     for kernel, text in kernels.items():
@@ -62,7 +62,7 @@ def test_warps_end(name):
         ),
     ],
 )
-def test_a_kernel_without_one_arrival_does_not_end(name, kernel, line):
+def test_resident_kernel_without_one_arrival_deadlocks(name, kernel, line):
     text = resident_kernels(name)[kernel]
     assert line in text
     with pytest.raises(Deadlock):
@@ -78,7 +78,7 @@ def test_a_kernel_without_one_arrival_does_not_end(name, kernel, line):
         ("many_wide_rows", "fused_columns_resident", r"mbarrier\.wait\(own_empty.*"),
     ],
 )
-def test_a_loader_that_does_not_wait_is_noticed(name, kernel, line):
+def test_resident_kernel_whose_loader_does_not_wait_is_detected(name, kernel, line):
     text, count = re.subn(line, "pass", resident_kernels(name)[kernel])
     assert count
     # Where the groups are slow.

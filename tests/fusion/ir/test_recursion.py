@@ -103,7 +103,7 @@ OF_CHANNELS = [before_projections, before_norms, before_experts, around_attentio
 
 
 @pytest.mark.parametrize("function", OF_CHANNELS)
-def test_streams_before_projections(function):
+def test_fuse_of_long_residual_streams_with_projections_matches_the_reference(function):
     given = arrays((1, TOKENS, CHANNELS), (CHANNELS,), (3, CHANNELS, HEADS, WIDTH))
     given = [given[0], given[1][None, None], given[2] / 8]
     regions = explain(function)(*given).regions
@@ -134,14 +134,14 @@ def of_results(x, added, key, value):
 
 
 @pytest.mark.parametrize("function", [of_queries, of_keys, of_values, of_rotated_queries, of_results])
-def test_streams_without_projections(function):
+def test_fuse_of_long_residual_streams_without_projections_matches_the_reference(function):
     given = arrays(SHAPE, SHAPE, SHAPE, SHAPE)
     (region,) = explain(function)(*given).regions
     assert {leaf.role for leaf in region.leaves} == {"query", "key"}
     assert_fused(function, given, tolerance=2e-4)
 
 
-def test_sums_of_scores():
+def test_fuse_of_many_added_scores_matches_the_reference():
     def function(query, key, value, columns):
         def change(scores):
             for _ in range(SCORES_DEPTH):
@@ -153,7 +153,7 @@ def test_sums_of_scores():
     assert_fused(function, arrays(SHAPE, SHAPE, SHAPE, (1, 1, 1, TOKENS)), "xla", tolerance=2e-4)
 
 
-def test_sums_of_pairs():
+def test_fuse_of_long_pair_streams_matches_the_reference():
     """A stream of pairs, as in Evoformer, of which a bias is made by a product, or by a part of its channels."""
     given = arrays(SHAPE, SHAPE, SHAPE, (1, TOKENS, TOKENS, 4), (1, 1, TOKENS, 4), (4, HEADS))
 
@@ -171,7 +171,7 @@ def test_sums_of_pairs():
         assert_fused(function, given, tolerance=2e-4)
 
 
-def test_networks_of_distances():
+def test_fuse_of_deep_networks_of_distances_matches_the_reference():
     def function(query, key, value, table, weight):
         distance = jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS)[None, :]
         bias = table[distance + TOKENS]
@@ -186,7 +186,7 @@ def test_networks_of_distances():
     assert_fused(function, given, tolerance=2e-4)
 
 
-def test_what_is_refused_above_a_stream_is_refused_in_words():
+def test_unfusible_scores_above_a_long_stream_raise_not_fusible():
     def function(x, added, weights):
         return attend(*projected(stream(x, added), weights), lambda scores: jnp.sort(scores, axis=-1))
 
@@ -196,7 +196,7 @@ def test_what_is_refused_above_a_stream_is_refused_in_words():
 
 
 @pytest.mark.parametrize("is_projected", [False, True])
-def test_a_longer_stream_takes_as_long_for_each_addition(is_projected):
+def test_fuse_work_per_addition_of_a_long_stream_is_constant(is_projected):
     given = arrays((1, TOKENS, CHANNELS), (1, TOKENS, CHANNELS), (3, CHANNELS, HEADS, WIDTH))
     given = given if is_projected else arrays(SHAPE, SHAPE, SHAPE)
 
@@ -211,7 +211,7 @@ def test_a_longer_stream_takes_as_long_for_each_addition(is_projected):
     assert calls[2] - calls[1] <= 1.1 * (calls[1] - calls[0])
 
 
-def test_steps_are_told_of_exceptions_that_they_may_be_ready_for():
+def test_steps_receive_exceptions_of_nested_steps():
     def down(depth: int, failure: Exception) -> Steps[int]:
         if not depth:
             raise failure

@@ -114,7 +114,7 @@ def dropped(seed):
         lambda: dropped(0),
     ],
 )
-def test_regions_that_are_written_twice_are_one(make):
+def test_regions_written_twice_have_the_same_hash(make):
     one, other = region_of(make()), region_of(make())
     assert one is not other
     assert key_of(one) == key_of(other)
@@ -146,7 +146,7 @@ TURNED = [
         (attention, lambda query, key, value: attention(query, key, value).mT),
     ],
 )
-def test_regions_that_differ_in_anything_are_apart(one, other):
+def test_regions_that_differ_have_different_hashes(one, other):
     regions = [region_of(one), region_of(other)]
     assert key_of(regions[0]) != key_of(regions[1])
     assert shared(regions[0]) is not shared(regions[1])
@@ -155,12 +155,12 @@ def test_regions_that_differ_in_anything_are_apart(one, other):
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((1, *SHAPE[1:]), jnp.float32), (SHAPE, jnp.bfloat16), ((4, *SHAPE[2:]), jnp.float32)]
 )
-def test_regions_of_other_arrays_are_apart(shape, dtype):
+def test_regions_of_other_shapes_or_dtypes_have_different_hashes(shape, dtype):
     given = [jax.ShapeDtypeStruct(shape, dtype)] * 3
     assert key_of(region_of(attention)) != key_of(region_of(attention, *given))
 
 
-def test_leaves_without_a_gradient_are_marked_apart():
+def test_regions_with_a_constant_leaf_have_different_hashes():
     region = region_of(attention)
     for place, leaf in enumerate(region.leaves):
         if leaf.has_gradient:
@@ -169,12 +169,12 @@ def test_leaves_without_a_gradient_are_marked_apart():
             assert key_of(region) != key_of(other)
 
 
-def test_arrays_that_are_not_known_are_given():
+def test_regions_of_unknown_arrays_have_the_same_hash():
     """A mask in memory is read by kernels that are the same for all masks."""
     assert key_of(region_of(with_mask(0))) == key_of(region_of(with_mask(1)))
 
 
-def test_regions_under_other_settings_are_apart():
+def test_regions_under_other_jax_settings_have_different_hashes():
     region = region_of(attention)
     key = key_of(region)
     with jax.default_matmul_precision("highest"):
@@ -185,7 +185,7 @@ def test_regions_under_other_settings_are_apart():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_layers_that_differ_in_one_thing_are_what_they_are(implementation):
+def test_layers_that_differ_in_one_value_match_the_reference(implementation):
     def layers(x):
         kinds = [with_scale(0.25), with_scale(0.5), with_window(4), with_window(9), with_mask(0), with_mask(1)]
         for kind in [*kinds, with_scale(0.25), with_mask(0)]:
@@ -195,7 +195,7 @@ def test_layers_that_differ_in_one_thing_are_what_they_are(implementation):
     assert_fused(layers, arrays(SHAPE), implementation)
 
 
-def test_equal_layers_drop_weights_of_their_own():
+def test_equal_layers_with_dropout_use_their_own_random_bits():
     def layers(*given):
         return jnp.stack([dropped(0)(*given), dropped(1)(*given), dropped(0)(*given)])
 
@@ -206,7 +206,7 @@ def test_equal_layers_drop_weights_of_their_own():
     assert np.abs(first - second).max() > 0.1
 
 
-def test_layers_of_other_arrays_have_gradients_of_their_own():
+def test_equal_layers_of_different_arrays_have_their_own_gradients():
     def layers(x, fixed):
         for weight in (x, fixed, x):
             x = x + attention(x, weight, x)
@@ -268,7 +268,7 @@ def work_of(function, given, monkeypatch):
         return counts
 
 
-def test_equal_layers_are_derived_once(monkeypatch):
+def test_equal_layers_generate_kernels_once(monkeypatch):
     works = []
     for count in (1, 4):
         function, given = model(count)
@@ -277,7 +277,7 @@ def test_equal_layers_are_derived_once(monkeypatch):
     assert works[0] == works[1]
 
 
-def test_layers_that_are_fused_one_by_one_are_derived_once(monkeypatch):
+def test_separately_fused_layers_generate_kernels_once(monkeypatch):
     works = []
     for count in (1, 4):
         function, given = model(count, fuse(attention, implementation="triton"))
@@ -286,7 +286,7 @@ def test_layers_that_are_fused_one_by_one_are_derived_once(monkeypatch):
     assert works[0] == works[1]
 
 
-def test_each_kind_of_layer_is_derived(monkeypatch):
+def test_each_kind_of_layer_generates_its_own_kernels(monkeypatch):
     def layers(x):
         for scale in (0.25, 0.5, 0.25, 0.5):
             x = x + attention(x, x, x, scale=scale)
@@ -309,7 +309,7 @@ def test_equal_layers_are_explained_once(monkeypatch):
     assert len(regions) == 3 and len({tuple(x.kernels.items()) for x in regions}) == 1
 
 
-def test_other_targets_have_launches_of_their_own():
+def test_compile_targets_have_separate_launches():
     function, (x, parameters) = model(1)
     fused = jax.jit(fuse(function, implementation="triton"))
     found = []
@@ -335,7 +335,7 @@ def arch_of(equation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_a_region_lives_no_longer_than_its_program(implementation, monkeypatch):
+def test_shared_region_is_freed_with_its_program(implementation, monkeypatch):
     regions = []
 
     def remembered(region):
@@ -353,7 +353,7 @@ def test_a_region_lives_no_longer_than_its_program(implementation, monkeypatch):
     assert regions[0]() is None
 
 
-def test_looking_for_attention_takes_as_long_for_each_layer(monkeypatch):
+def test_attention_search_is_linear_in_layers(monkeypatch):
     """A residual stream goes through all layers: what looks for attention in one must not go down to the first."""
     counts = counted(monkeypatch, Puller, "_new_node")
     nodes = []
@@ -372,6 +372,6 @@ def squares(query, key, value):
 
 
 @pytest.mark.parametrize("layer", [attention, squares])
-def test_what_is_done_for_each_layer_is_the_same_whatever_is_below(layer):
+def test_pass_work_per_layer_is_constant(layer):
     calls = [work_of_passes(*model(count, layer)) for count in (8, 16, 24)]
     assert calls[2] - calls[1] <= 1.1 * (calls[1] - calls[0])

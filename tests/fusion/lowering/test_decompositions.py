@@ -26,14 +26,14 @@ ONE = {
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_one_operand(name):
+def test_unary_decompositions_match_float64(name):
     given, exact = ONE[name]
     given = np.asarray(given, np.float32)
     expected = exact(given.astype(np.float64))
     np.testing.assert_allclose(SPELLED[name](jnp.asarray(given)), expected, rtol=3e-6, atol=3e-7)
 
 
-def test_two_operands():
+def test_binary_decompositions_match_float64():
     x = np.asarray(LINE, np.float32)
     y = np.asarray(GENERATOR.permutation(LINE), np.float32)
     found = SPELLED["atan2"](jnp.asarray(y), jnp.asarray(x))
@@ -49,17 +49,17 @@ def test_two_operands():
 
 
 @pytest.mark.parametrize("method", lax.RoundingMethod)
-def test_round(method):
+def test_round_decomposition_matches_lax(method):
     given = jnp.asarray(np.concatenate([LINE, np.arange(-9, 9) / 2]), jnp.float32)
     np.testing.assert_array_equal(SPELLED["round"](given, rounding_method=method), lax.round(given, method))
 
 
-def test_finite():
+def test_is_finite_decomposition_matches_numpy():
     given = jnp.asarray([0.0, np.inf, -np.inf, np.nan, 3e38])
     np.testing.assert_array_equal(SPELLED["is_finite"](given), np.isfinite(given))
 
 
-def test_they_work_element_by_element():
+def test_decompositions_are_elementwise():
     assert set(SPELLED) <= ELEMENTWISE
 
 
@@ -80,7 +80,7 @@ BIASES = {
 
 
 @pytest.mark.parametrize("name", BIASES)
-def test_kernels(name):
+def test_decompositions_in_kernels_match_the_reference(name):
     def attention(query, key, value, slope):
         scores = jnp.einsum("bntd,bnsd->bnts", query, key) * WIDTH**-0.5
         scores += BIASES[name](slope[None, :, None, None] * scores + 0.05)

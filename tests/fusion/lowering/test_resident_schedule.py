@@ -21,13 +21,13 @@ from tests.triton_kernels.plans_support import report_of
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bias_stays_where_it_can(name):
+def test_bias_is_resident_where_it_fits(name):
     case = CASES[name]
     inner, _ = triton_fused.arranged(case.region())
     assert (resident(inner) is not None) == case.stays
 
 
-def test_a_bias_of_another_dtype_does_not_stay():
+def test_bias_of_another_dtype_is_not_resident():
     case = CASES["evoformer"]
     given = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in case.shapes.items()}
     given["pair"] = jax.ShapeDtypeStruct(case.shapes["pair"], "float16")
@@ -127,7 +127,7 @@ def spec_of(source):
     return TensorSpec(source.shape, source.dtype.name)
 
 
-def test_parts_of_a_biass_gradient_fill_the_gpu():
+def test_bias_gradient_parts_fill_the_gpu():
     # Eight tiles are few programs, which share the rounds.
     inner, _ = triton_fused.arranged(CASES["shared"].region())
     joint = triton_fused.joint_kernel(inner)
@@ -140,7 +140,7 @@ def test_parts_of_a_biass_gradient_fill_the_gpu():
 
 @pytest.mark.versions
 @pytest.mark.parametrize(("arch", "expected"), [(90, ("rows_and_pairs_resident", "columns_resident")), (100, None)])
-def test_who_computes_gradients_is_chosen_when_lowered(arch, expected, monkeypatch):
+def test_gradient_kernels_are_chosen_when_lowered(arch, expected, monkeypatch):
     case = CASES["evoformer"]
     given = {name: jax.ShapeDtypeStruct(shape, case.dtype) for name, shape in case.shapes.items()}
 
@@ -175,7 +175,7 @@ def test_other_architectures_get_the_plain_kernel():
     assert plain.plan(Target.for_arch(90)).name == "fused_forward" and plain != launch
 
 
-def test_rounds_are_shared_evenly():
+def test_rounds_each_balances_work_between_multiprocessors():
     # 64 tiles go twice into 132 multiprocessors.
     assert rounds_each(256, 64, 132) == 128
     # Nobody waits much longer than if all rounds were divided evenly.
@@ -185,7 +185,7 @@ def test_rounds_are_shared_evenly():
         assert max(1.0, rounds * tiles / 132) <= longest <= 1.07 * rounds * tiles / 132 + 1
 
 
-def test_programs_with_memory_of_their_own_are_few():
+def test_rounds_each_with_private_memory_limits_the_number_of_programs():
     for tiles in (4, 12, 128, 140, 404, 528, 600):
         for rounds in (4, 67, 256, 512):
             each = rounds_each(rounds, tiles, 132, 528)
@@ -203,7 +203,7 @@ def test_a_launch_holds_the_plans_arrays():
     assert plan.grid[0] * plan.arguments["ROUNDS"].value >= 6
 
 
-def test_sources_are_printed_once_for_all_ways_in_which_a_pass_is_traced(monkeypatch):
+def test_kernel_sources_are_generated_once_per_traced_pass(monkeypatch):
     printed = []
     for name in ("forward_source", "rows_source", "columns_source", "pairs_source", "resident_backward"):
         make = getattr(triton_fused, name)

@@ -20,7 +20,7 @@ def text_of(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_keys_and_values_stream_where_that_is_faster(name):
+def test_keys_and_values_stream_in_the_expected_cases(name):
     launch = launches_of(CASES[name].region())["fused_forward"]
     plans = {arch: launch.plan(Target.for_arch(arch)) for arch in (80, 90, 100)}
     assert plans[90].name == (NAME if CASES[name].streams else "fused_forward")
@@ -38,14 +38,14 @@ def test_kernels_fit_hopper(name):
     assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
 
 
-def test_tiles_without_masks_are_computed_without_them():
+def test_full_tiles_are_computed_without_masks():
     full, masked = re.findall(r"(?m)^    for chunk in range\(.*\n((?:        .*\n)+)", text_of("causal"))[:2]
     assert "gl.where(" not in full.split("score =")[0] and "leaf" not in full
     assert "gl.where(z" in masked and "leaf" in masked
 
 
 @pytest.mark.parametrize("name", ["cross", "wide", "differential"])
-def test_warps_end(name):
+def test_streamed_kernels_do_not_deadlock(name):
     for rounds in (1, 2, 3, 5, 9):
         for seed in range(3):
             run_protocol(text_of(name), NAME, 0, rounds, random.Random(seed))
@@ -53,7 +53,7 @@ def test_warps_end(name):
 
 @pytest.mark.parametrize("name", ["causal", "documents"])
 @pytest.mark.parametrize("counts", [(0, 0), (0, 1), (1, 1), (3, 3), (0, 4), (2, 7)])
-def test_warps_with_lists_end(name, counts):
+def test_streamed_kernels_with_tile_lists_do_not_deadlock(name, counts):
     lists = {"p_live_counts": counts, "p_live_tiles": range(16)}
     for seed in range(3):
         run_protocol(text_of(name), NAME, 4, None, random.Random(seed), lists)
@@ -67,7 +67,7 @@ def test_warps_with_lists_end(name, counts):
         ("cross", "free_slot(value_empty, chunk - 1, 3)"),
     ],
 )
-def test_a_kernel_without_one_arrival_does_not_end(name, line):
+def test_streamed_kernel_without_one_arrival_deadlocks(name, line):
     text = text_of(name)
     assert line in text
     with pytest.raises(Deadlock):

@@ -160,21 +160,21 @@ def pairs_outside(function, given):
 
 
 @pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
-def test_results_and_gradients(name, implementation):
+def test_canonicalised_products_match_the_reference_with_gradients(name, implementation):
     function, *shapes = FUNCTIONS[name]
     given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
     assert_fused(function, given, implementation)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_pairs_are_not_in_memory(name):
+def test_canonicalised_products_keep_scores_out_of_memory(name):
     function, *shapes = FUNCTIONS[name]
     given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
     assert explain(function)(*given).regions and not pairs_outside(function, given)
 
 
 @pytest.mark.parametrize("name", ["beside relu", "points by sums", "weighted heads", "mixture of softmaxes"])
-def test_16_bits(name):
+def test_canonicalised_products_in_bfloat16_are_accurate(name):
     function, *shapes = FUNCTIONS[name]
     given = [x.astype(jnp.bfloat16) for x in arrays(OPERAND, OPERAND, OPERAND, *shapes)]
     assert_as_good_as_written(function, fuse(function, implementation="xla"), given)
@@ -183,7 +183,7 @@ def test_16_bits(name):
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("lead", [(1,), (1, 1), (3, 1)])
 @pytest.mark.parametrize("change", [jax.nn.sigmoid, jnp.tril], ids=["sigmoid", "tril"])
-def test_a_batch_of_one_is_a_batch(change, lead, implementation):
+def test_batch_axes_of_size_one_match_the_reference(change, lead, implementation):
     """`jnp.matmul` leaves axes of one index out of its products."""
     given = arrays(*[(*lead, TOKENS, WIDTH)] * 3)
 
@@ -238,7 +238,7 @@ BY_SUMS = {
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("name", BY_SUMS)
-def test_queries_without_an_axis_and_scores_by_sums(name, implementation):
+def test_queries_without_an_axis_and_scores_by_sums_match_the_reference(name, implementation):
     function, *shapes = BY_SUMS[name]
     given = arrays(*shapes)
     (region,) = explain(function)(*given).regions
@@ -246,7 +246,7 @@ def test_queries_without_an_axis_and_scores_by_sums(name, implementation):
     assert_fused(function, given, implementation)
 
 
-def test_other_sums_of_weights_stay():
+def test_sums_of_weights_without_values_stay_outside_the_region():
     """Numbers of each query and key are not values: as written, beside the kernel."""
 
     def function(query, key, value):
@@ -300,13 +300,13 @@ LEADS = [(2, 2), (1, 2), (2, 1), (1, 1), (1,)]
         ]
     ),
 )
-def test_weights_that_are_divided_or_averaged_with_axes_of_one(function, lead, implementation):
+def test_divided_or_averaged_weights_with_axes_of_size_one_match_the_reference(function, lead, implementation):
     given = arrays(*[(*lead, TOKENS, WIDTH)] * 3)
     assert_fused(function, given, implementation, 1e-4)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_factors_inside_an_einsum(implementation):
+def test_elementwise_factors_inside_an_einsum_match_the_reference(implementation):
     """A product that sums over nothing, of weights or scores and an array with the same axes."""
 
     def gated(query, key, value, gate):
@@ -323,13 +323,13 @@ def test_factors_inside_an_einsum(implementation):
         assert_alike(found, expected_results(function, given), 1e-4)
 
 
-def test_layers_of_a_batch_of_one_are_layers():
+def test_dense_layers_with_a_batch_of_one_raise_not_fusible():
     x, into, out = arrays((1, TOKENS, WIDTH), (WIDTH, 64), (64, WIDTH))
     with pytest.raises(NotFusible):
         fuse(lambda x, into, out: jax.nn.sigmoid(x @ into) @ out)(x, into, out)
 
 
-def test_another_function_of_a_softmax_beside_it_is_refused():
+def test_nonlinear_function_of_a_softmax_beside_it_raises_not_fusible():
     def function(query, key, value):
         mixed = weights(query, key)
         return (mixed - mixed**2) @ value
@@ -338,7 +338,7 @@ def test_another_function_of_a_softmax_beside_it_is_refused():
         fuse(function)(*arrays(OPERAND, OPERAND, OPERAND))
 
 
-def test_another_softmax_beside_it_is_not_made_in_memory():
+def test_flipped_softmax_beside_another_raises_not_fusible():
     def function(query, key, value):
         return (weights(query, key) + weights(key, query)[:, ::-1]) @ value
 
@@ -346,7 +346,7 @@ def test_another_softmax_beside_it_is_not_made_in_memory():
         fuse(function)(*arrays(OPERAND, OPERAND, OPERAND))
 
 
-def test_projections_of_products_that_are_written_as_sums():
+def test_projections_of_products_written_as_sums_match_the_reference():
     def function(query, key, value, project):
         return (weights(query, key)[..., None] * value[..., None, :, :]).sum(axis=-2) @ project
 
@@ -356,7 +356,7 @@ def test_projections_of_products_that_are_written_as_sums():
     assert "score" not in {leaf.role for region in trace(function, given, {}).all_regions() for leaf in region.leaves}
 
 
-def test_sums_that_are_rounded_to_whole_numbers_stay():
+def test_sums_of_rounded_products_match_the_reference():
     def function(query, key, value):
         products = weights(query, key)[..., None] * value[:, :, None]
         total = (8 * weights(query, key)).sum(1).astype(jnp.int32).astype(jnp.float32)

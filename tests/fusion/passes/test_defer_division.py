@@ -169,7 +169,7 @@ def arrays(function, dtype="float32"):
 
 
 @pytest.mark.parametrize(("function", "implementation"), alternated(CASES))
-def test_results_are_divided_in_the_place_of_weights(function, implementation):
+def test_deferred_division_matches_the_reference_with_gradients(function, implementation):
     given = arrays(function)
     found = compiled_gradients(fuse(function, implementation=implementation), given)
     assert_alike(found, expected_results(function, given))
@@ -177,13 +177,13 @@ def test_results_are_divided_in_the_place_of_weights(function, implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("function", [linear_attention, normalised_again, squared_relu])
-def test_sixteen_bits_are_as_good_as_written(function, implementation):
+def test_deferred_division_in_half_precision_is_accurate(function, implementation):
     given = arrays(function, "bfloat16")
     assert_as_good_as_written(function, fuse(function, implementation=implementation), given)
 
 
 @pytest.mark.parametrize("function", CASES)
-def test_scores_are_made_in_tiles(function):
+def test_unnormalised_scores_are_computed_in_tiles(function):
     found = explain(function)(*arrays(function))
     # Where a sum is of other weights than those of the product, it is a region of its own.
     sums = {unit_length: 2, divided_twice: 3, gated_positions: 2, chosen: 2, standing: 3}
@@ -191,14 +191,14 @@ def test_scores_are_made_in_tiles(function):
     assert found.outside.get("dot_general", 0) == (1 if function is turned else 0), found.outside
 
 
-def test_tiles_that_a_mask_rules_out_are_skipped():
+def test_linear_attention_skips_masked_tiles():
     shape = jax.ShapeDtypeStruct((1, 1, 1024, 16), jnp.float32)
     (region,) = explain(linear_attention)(shape, shape, shape).regions
     assert region.skipped > 0.2
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_weights_that_float16_cannot_hold_before_they_are_divided(implementation):
+def test_weights_beyond_the_float16_range_before_division_stay_accurate(implementation):
     def large(query, key, value):
         power = jnp.tril(jnp.exp(6 * query.astype(jnp.float32) @ key.astype(jnp.float32).mT / 4))
         return (power / power.sum(-1, keepdims=True)).astype(value.dtype) @ value
@@ -208,7 +208,7 @@ def test_weights_that_float16_cannot_hold_before_they_are_divided(implementation
     np.testing.assert_allclose(found.astype("float32"), large(*given).astype("float32"), rtol=0, atol=5e-3)
 
 
-def test_dropout_after_the_quotient():
+def test_dropout_after_the_quotient_keeps_the_mean():
     def dropped(query, key, value, rng):
         weights = jnp.tril(jax.nn.softplus(scores_of(query, key)))
         weights = weights / weights.sum(-1, keepdims=True)
@@ -223,7 +223,7 @@ def test_dropout_after_the_quotient():
     np.testing.assert_array_equal(output, fuse(dropped)(*given))
 
 
-def test_it_may_be_mapped_compiled_and_differentiated():
+def test_deferred_division_under_jit_vmap_and_grad_matches_the_reference():
     given = [jnp.stack([x, 2 * x, -x]) for x in arrays(mlstm)]
 
     def gradient(function):
@@ -244,7 +244,7 @@ def test_layers_of_both_kinds_are_fused():
     np.testing.assert_allclose(fuse(model)(*given), model(*given), rtol=2e-5, atol=2e-5)
 
 
-def test_a_softmax_stays_one():
+def test_softmax_by_hand_stays_a_softmax():
     def softmax_by_hand(query, key, value):
         power = jnp.exp(scores_of(query, key))
         return power / (power.sum(-1, keepdims=True) + 1.0) @ value
@@ -253,7 +253,7 @@ def test_a_softmax_stays_one():
     assert region.has_softmax
 
 
-def test_norms_and_projections_of_layers_are_not_tried(monkeypatch):
+def test_norms_and_projections_of_layers_are_not_rewritten(monkeypatch):
     """Trying takes about a second each, and a model has many."""
 
     def norm(x):
@@ -276,7 +276,7 @@ def test_norms_and_projections_of_layers_are_not_tried(monkeypatch):
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_kernels_compile(arch):
+def test_deferred_division_kernels_compile_without_spills(arch):
     given = [jax.ShapeDtypeStruct((BATCH, HEADS, 256, 64), jnp.bfloat16)] * 3
     ((region,),) = trace(linear_attention, given, {}).regions.values()
     for launch in launches_of(region).values():
@@ -316,12 +316,12 @@ def rounded_softmax(query, key, value):
 
 
 @pytest.mark.parametrize("function", [by_largest, by_rank, by_both, by_queries, rounded, rounded_softmax])
-def test_other_numbers_of_rows_are_refused(function):
+def test_unsupported_row_statistics_raise_not_fusible(function):
     with pytest.raises(NotFusible):
         fuse(function)(*arrays(linear_attention))
 
 
-def test_what_cannot_be_fused_stays_as_written():
+def test_unfusible_function_with_fallback_runs_as_written():
     function = functools.partial(by_both)
     fused = fuse(function, fallback=True)
     given = arrays(linear_attention)

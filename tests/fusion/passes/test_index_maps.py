@@ -128,14 +128,14 @@ def pairs_of(function, given):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_of_places(name):
+def test_position_masks_are_not_arrays_and_match_the_reference(name):
     function, given = masked(MASKS[name]), arrays(OPERAND, OPERAND, OPERAND)
     assert not pairs_of(function, given)
     assert_fused(function, given)
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_masks_of_arguments(name):
+def test_masks_of_traced_arguments_are_not_arrays_and_match_the_reference(name):
     make, argument = GIVEN[name]
     function, given = masked(make), [*arrays(OPERAND, OPERAND, OPERAND), argument]
     assert not pairs_of(function, given)
@@ -143,14 +143,14 @@ def test_masks_of_arguments(name):
 
 
 @pytest.mark.parametrize("name", ["corner of a longer one", "blocks", "rolled", "tiled", "Kronecker product"])
-def test_kernels(name):
+def test_position_mask_kernels_match_the_reference(name):
     function, given = masked(MASKS[name]), arrays(OPERAND, OPERAND, OPERAND)
     found = compiled_gradients(fuse(function, implementation="triton"), given)
     assert_alike(found, expected_results(function, given))
 
 
 @pytest.mark.parametrize("name", ["offset", "positions", "segments"])
-def test_kernels_of_arguments(name):
+def test_traced_mask_kernels_match_the_reference(name):
     make, argument = GIVEN[name]
     function, given = masked(make), [*arrays(OPERAND, OPERAND, OPERAND), argument]
     found = fuse(function, implementation="triton")(*given)
@@ -158,7 +158,7 @@ def test_kernels_of_arguments(name):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_slopes_have_their_gradient(implementation):
+def test_sliced_bias_of_slopes_has_its_gradient(implementation):
     """A bias for the longest sequence, cut to this one."""
 
     def function(query, key, value, slopes):
@@ -171,7 +171,7 @@ def test_slopes_have_their_gradient(implementation):
     assert_fused(function, given, implementation)
 
 
-def test_tiles_are_left_out():
+def test_sliced_additive_mask_skips_tiles():
     """Additive numbers as well, which would be an array that is not looked at."""
     x = jax.ShapeDtypeStruct((1, 1, 512, WIDTH), jnp.float32)
 
@@ -184,7 +184,7 @@ def test_tiles_are_left_out():
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_arrays_of_pairs_stay(axis):
+def test_bias_arrays_of_pairs_are_read_as_they_are(axis):
     """What the user has made for each query and key is read as it is."""
 
     def function(query, key, value, bias):
@@ -197,7 +197,7 @@ def test_arrays_of_pairs_stay(axis):
     assert_fused(function, given)
 
 
-def test_what_is_written_at_places_that_are_arguments_stays():
+def test_scatter_at_traced_indices_is_not_rewritten():
     """A scatter of more than one window has no place for each element."""
     each = jnp.arange(TOKENS)
     function = masked(lambda places: causal(TOKENS, TOKENS).at[each, places].set(True))
@@ -206,7 +206,7 @@ def test_what_is_written_at_places_that_are_arguments_stays():
     assert_alike([fuse(function)(*given)], [function(*given)])
 
 
-def test_diagonals_that_are_written_are_no_arrays():
+def test_scatter_on_a_known_diagonal_is_not_an_array():
     each = jnp.arange(TOKENS)
     function = masked(lambda: causal(TOKENS, TOKENS).at[each, (each + 1) % TOKENS].set(True))
     given = arrays(OPERAND, OPERAND, OPERAND)
@@ -214,7 +214,7 @@ def test_diagonals_that_are_written_are_no_arrays():
     assert_fused(function, given)
 
 
-def test_shapes_of_what_masks_are_made_of_explain():
+def test_explain_of_abstract_mask_arguments_skips_nothing():
     """Nothing is computed of them, and which tiles are left out is not known."""
     x, number = jax.ShapeDtypeStruct(OPERAND, jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     segments = jax.ShapeDtypeStruct((BATCH, LONGEST), jnp.int32)
@@ -233,7 +233,7 @@ def test_shapes_of_what_masks_are_made_of_explain():
     ],
     ids=["pad", "concatenate", "update"],
 )
-def test_what_is_not_chosen_has_no_part_in_gradients(make, implementation):
+def test_padded_bias_elements_do_not_contribute_to_gradients(make, implementation):
     """The logarithm has no derivative before the first place."""
 
     def function(query, key, value, slope):
@@ -249,7 +249,7 @@ def test_what_is_not_chosen_has_no_part_in_gradients(make, implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
-def test_positions_that_start_again(dtype, implementation):
+def test_positions_that_overflow_their_dtype_wrap_around(dtype, implementation):
     """More than their dtype can count."""
     places = 300
 
@@ -264,7 +264,7 @@ def test_positions_that_start_again(dtype, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_offsets_of_each_sequence(implementation):
+def test_vmapped_mask_offsets_match_the_reference(implementation):
     """A slice that is mapped begins elsewhere for each index."""
 
     def one(query, key, value, offset):
@@ -288,7 +288,7 @@ CUT = {
 
 
 @pytest.mark.parametrize(("name", "implementation"), alternated(CUT))
-def test_tables_of_distances_that_are_cut(name, implementation):
+def test_sliced_distance_tables_stay_distance_leaves(name, implementation):
     """A bias that a table has for each distance, cut after it was read, as a step of decoding does."""
 
     def function(query, key, value, table):

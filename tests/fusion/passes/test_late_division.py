@@ -56,7 +56,7 @@ def by_hand(powers, guard, hidden, is_late):
 
 @pytest.mark.parametrize("hidden", [-np.inf, -1e9, -1e30])
 @pytest.mark.parametrize("powers", POWERS)
-def test_guards(powers, hidden):
+def test_guarded_softmaxes_by_hand_match_the_reference(powers, hidden):
     given = operands()
     for guard, is_late in itertools.product(GUARDS, (False, True)):
         function = by_hand(powers, guard, hidden, is_late)
@@ -65,7 +65,7 @@ def test_guards(powers, hidden):
 
 
 @pytest.mark.parametrize("powers", POWERS)
-def test_kernels(powers):
+def test_guarded_softmax_kernels_match_the_reference(powers):
     given = operands((1,))
     function = by_hand(powers, "epsilon", -np.inf, is_late=True)
     found = compiled_gradients(fuse(function, implementation="triton"), given)
@@ -84,7 +84,7 @@ def grouped(order):
     return attention
 
 
-def test_heads_that_become_one_axis_before():
+def test_merged_heads_before_late_division_match_the_reference():
     draw = np.random.default_rng(0)
     shapes = [(2, TOKENS, 2, 2, WIDTH), (2, TOKENS, 2, WIDTH), (2, TOKENS, 2, WIDTH)]
     given = [jnp.asarray(draw.normal(size=shape) / 2, jnp.float32) for shape in shapes]
@@ -94,7 +94,7 @@ def test_heads_that_become_one_axis_before():
         fuse(grouped((0, 3, 2, 1, 4)))(*given)
 
 
-def test_a_sink_in_the_sum():
+def test_late_division_with_a_sink_matches_the_reference():
     def function(query, key, value, sink):
         scores = jnp.where(SEEN, query @ key.mT / 4, -jnp.inf)
         largest = jnp.maximum(scores.max(-1, keepdims=True), sink[:, None, None])
@@ -107,7 +107,7 @@ def test_a_sink_in_the_sum():
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("has_sink", [False, True])
-def test_exponentials_of_base_2(is_late, has_sink):
+def test_base_2_exponentials_match_the_reference(is_late, has_sink):
     def function(query, key, value, sink):
         sink = sink[:, None, None] / np.log(2)
         scores = jnp.where(SEEN, query @ key.mT / (4 * np.log(2)), -jnp.inf)
@@ -124,7 +124,7 @@ def test_exponentials_of_base_2(is_late, has_sink):
 
 
 @pytest.mark.parametrize("powers", POWERS[:2])
-def test_exponentials_that_are_divided_by_their_norm(powers):
+def test_exponentials_divided_by_their_l1_norm_match_the_reference(powers):
     def function(query, key, value):
         scores = jnp.where(SEEN, query @ key.mT / 4, -jnp.inf)
         power = jnp.exp(scores - scores.max(-1, keepdims=True))
@@ -193,7 +193,7 @@ def sums_of_other_rows(query, key, value):
         sums_of_other_rows,
     ],
 )
-def test_what_is_no_softmax_is_refused(function):
+def test_quotients_that_are_not_softmaxes_raise_not_fusible(function):
     with pytest.raises(NotFusible):
         fuse(function)(*operands())
 
@@ -206,7 +206,7 @@ def twice(query, key, value):
     return jnp.concatenate([result / jnp.maximum(power.sum(-1, keepdims=True), 1e-9), result], axis=-1)
 
 
-def test_a_product_that_is_returned_too():
+def test_product_that_is_also_returned_matches_the_reference():
     given = operands()
     assert_alike(compiled_gradients(fuse(twice, implementation="xla"), given), expected_results(twice, given))
 
@@ -223,7 +223,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "is_late", "implementation"), alternated(itertools.product(CHANGES, [False, True])))
-def test_changed_before_the_division(change, is_late, implementation):
+def test_powers_changed_before_the_division_match_the_reference(change, is_late, implementation):
     """The sum is that of the exponentials before, as where weights are dropped."""
 
     def attention(query, key, value):
@@ -235,7 +235,7 @@ def test_changed_before_the_division(change, is_late, implementation):
     assert_fused(attention, operands(), implementation)
 
 
-def test_dropped_before_the_division():
+def test_powers_dropped_before_the_division_keep_the_mean():
     def attention(query, key, value, keep):
         scores = query @ key.mT / 4
         power = jnp.exp(scores - scores.max(-1, keepdims=True))
@@ -264,12 +264,12 @@ def halved(query, key, value, sink):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("function", [in_turn, halved])
-def test_factors_of_exponents_after_the_largest(function, implementation):
+def test_exponents_scaled_after_the_maximum_match_the_reference(function, implementation):
     sink = jnp.asarray(np.random.default_rng(4).normal(size=(3, 1, 1)), jnp.float32)
     assert_fused(function, [*operands(), sink], implementation)
 
 
-def test_a_sink_of_another_factor_is_refused():
+def test_sink_with_another_scale_raises_not_fusible():
     def attention(query, key, value):
         scores = query @ key.mT / 4
         largest = scores.max(-1, keepdims=True)
@@ -281,7 +281,7 @@ def test_a_sink_of_another_factor_is_refused():
 
 
 @pytest.mark.parametrize("number", [-0.5, 0.0, 0.5])
-def test_a_number_beside_the_sum(number):
+def test_constant_added_to_the_sum_matches_the_reference(number):
     """It is the exponential of a logit, unless it is negative."""
 
     def attention(query, key, value):
@@ -291,7 +291,7 @@ def test_a_number_beside_the_sum(number):
     assert_fused(attention, operands())
 
 
-def test_narrow_exponents_outside_of_attention_stay():
+def test_bfloat16_exponents_outside_attention_are_not_rewritten():
     """Of 16 bits, a difference that is taken after the factor would be rounded more."""
 
     def function(query, key, value):

@@ -169,12 +169,12 @@ def test_products_of_the_same_weights_are_one_region(function, implementation):
 
 
 @pytest.mark.parametrize("function", APART, ids=lambda x: x.__name__)
-def test_other_products_stay_apart(function):
+def test_products_of_different_weights_are_not_merged(function):
     assert len(regions_of(function)) == APART[function]
     check(function, "xla")
 
 
-def test_values_of_other_dtypes_stay_apart():
+def test_products_with_values_of_other_dtypes_are_not_merged():
     def mixed(query, key, value, points, gate):
         weights = weights_of(query, key)
         outputs = jnp.einsum("bnts,bsnv->btnv", weights.astype(jnp.bfloat16), value.astype(jnp.bfloat16))
@@ -185,7 +185,7 @@ def test_values_of_other_dtypes_stay_apart():
 
 
 @BOTH
-def test_half_precision(implementation):
+def test_merged_products_in_bfloat16_keep_their_dtypes(implementation):
     """Results keep their dtypes, one of which is wider than the values'."""
 
     def attention(query, key, value, points, gate):
@@ -207,7 +207,7 @@ def test_half_precision(implementation):
         np.testing.assert_allclose(one.astype(jnp.float32), true, rtol=0, atol=3e-2 * max(1.0, np.abs(true).max()))
 
 
-def test_a_result_that_nobody_needs_is_not_computed():
+def test_unused_product_is_not_computed():
     def first(*arguments):
         return two(*arguments)[0]
 
@@ -217,7 +217,7 @@ def test_a_result_that_nobody_needs_is_not_computed():
 
 @pytest.mark.parametrize("wanted", [0, 1])
 @BOTH
-def test_one_result_is_differentiated(wanted, implementation):
+def test_gradient_of_one_merged_product_matches_the_reference(wanted, implementation):
     def total(function, *arguments):
         return jnp.sum(jnp.sin(function(*arguments)[wanted]))
 
@@ -229,7 +229,7 @@ def test_one_result_is_differentiated(wanted, implementation):
 
 
 @pytest.mark.parametrize("change", [jax.checkpoint, jax.jit, lambda f: lambda *x: jax.vmap(f)(*(y[None] for y in x))])
-def test_transformations(change):
+def test_merged_products_under_transformations_match_the_reference(change):
     def total(function, *arguments):
         return sum(jnp.sum(jnp.sin(x)) for x in change(function)(*arguments))
 
@@ -238,7 +238,7 @@ def test_transformations(change):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5), found, expected)
 
 
-def test_second_derivatives():
+def test_merged_products_have_second_derivatives():
     def slope(function, query):
         def total(query):
             return sum(jnp.sum(jnp.sin(x)) for x in function(query, *operands()[1:]))
@@ -250,7 +250,7 @@ def test_second_derivatives():
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
-def test_dropped_weights_are_the_same_in_all_products():
+def test_dropout_of_merged_products_uses_the_same_mask():
     def attention(query, key, value, rng):
         weights = weights_of(query, key)
         weights = jnp.where(jax.random.bernoulli(rng, 0.5, weights.shape), weights * 2, 0)
@@ -265,7 +265,7 @@ def test_dropped_weights_are_the_same_in_all_products():
     np.testing.assert_allclose(other, -2 * one, rtol=1e-6)
 
 
-def test_explanation_tells_of_one_region():
+def test_explain_of_merged_products_shows_one_region():
     found = explain(two)(*operands())
     (region,) = found.regions
     # 6 columns of values and 9 of points, and zeros up to 16 bytes.
@@ -274,7 +274,7 @@ def test_explanation_tells_of_one_region():
     assert found.outside["concatenate"] == 1 and found.outside["slice"] == 2
 
 
-def test_sharded_values_stay_apart():
+def test_products_with_sharded_values_match_the_reference():
     """Axes that are sharded over explicit axes of a mesh cannot be made one."""
 
     def attention(query, key, value, gate):

@@ -96,7 +96,7 @@ def given_for(name):
 
 
 @pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
-def test_results_and_gradients(name, implementation):
+def test_merged_sources_match_the_reference_with_gradients(name, implementation):
     function, given = given_for(name)
     assert_fused(function, given, implementation)
 
@@ -115,7 +115,7 @@ def test_scores_are_not_in_memory(name):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_source_of_one_key(is_first, implementation):
+def test_source_of_one_key_matches_the_reference(is_first, implementation):
     """As a learned key of nothing has it, with a value of its own."""
 
     def function(query, key, value, null_key, null_value):
@@ -130,12 +130,12 @@ def test_a_source_of_one_key(is_first, implementation):
 
 
 @pytest.mark.parametrize("name", ["sliced", "joined values"])
-def test_16_bits(name):
+def test_merged_sources_in_bfloat16_are_accurate(name):
     function, given = given_for(name)
     assert_as_good_as_written(function, fuse(function), [x.astype(jnp.bfloat16) for x in given])
 
 
-def test_a_source_without_a_key():
+def test_rows_masked_in_a_source_match_the_reference():
     """Rows that see nothing of one source have the other one's result, rows that see nothing at all 0."""
 
     def function(query, key, value, memory_key, memory_value, seen, has_memory):
@@ -156,7 +156,7 @@ def test_a_source_without_a_key():
             assert not any(np.any(x) for x in found)
 
 
-def test_weights_that_something_else_uses_are_refused():
+def test_softmax_over_sources_used_elsewhere_raises_not_fusible():
     def function(query, key, value, memory_key, memory_value):
         weights = jax.nn.softmax(jnp.concatenate([query @ memory_key.mT, query @ key.mT], axis=-1), axis=-1)
         return weights[..., MEMORIES:] @ value + weights.max(-1, keepdims=True)
@@ -168,7 +168,7 @@ def test_weights_that_something_else_uses_are_refused():
 @pytest.mark.parametrize(
     "spread", [lambda total: total, lambda total: total[None, :]], ids=["keepdims forgotten", "along queries"]
 )
-def test_sums_along_other_axes_are_not_repaired(spread):
+def test_division_by_sums_of_other_rows_raises_not_fusible(spread):
     """As many queries as keys: each power over the sum of another row."""
 
     def function(query, first, second, value):
@@ -189,7 +189,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_sums_that_are_changed_are_not_repaired(name):
+def test_division_by_changed_sums_raises_not_fusible(name):
     def function(query, first, second, value):
         scores = jnp.concatenate([query @ first.T, query @ second.T], -1)
         powers = jnp.exp(scores - scores.max(-1, keepdims=True))
@@ -199,7 +199,7 @@ def test_sums_that_are_changed_are_not_repaired(name):
         fuse(function)(*arrays((12, 8), (4, 8), (8, 8), (12, 8)))
 
 
-def test_what_is_taken_away_may_be_guarded():
+def test_guarded_maximum_of_joined_scores_matches_the_reference():
     """And may differ between keys: then it is a part of the scores."""
     mask = np.random.default_rng(1).random((12, 12)) > 0.5
 
@@ -218,7 +218,7 @@ def test_what_is_taken_away_may_be_guarded():
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_products_by_matmul_with_a_batch_of_one(batch):
+def test_matmul_of_sources_with_a_batch_of_one_is_fused(batch):
     def function(query, key, value, memory_key, memory_value):
         scores = jnp.concatenate([query @ memory_key.mT, query @ key.mT], -1)
         return jax.nn.softmax(scores) @ jnp.concatenate([memory_value, value], -2)

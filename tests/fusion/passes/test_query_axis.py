@@ -79,14 +79,14 @@ def arrays(function):
 
 
 @pytest.mark.parametrize(("function", "implementation"), alternated(CASES))
-def test_a_query_without_an_axis_is_one_query(function, implementation):
+def test_query_without_an_axis_matches_the_reference_with_gradients(function, implementation):
     given = arrays(function)
     found = compiled_gradients(fuse(function, implementation=implementation), given)
     assert_alike(found, expected_results(function, given))
 
 
 @pytest.mark.parametrize("function", CASES)
-def test_scores_are_inside(function):
+def test_query_without_an_axis_is_fused_as_one_query(function):
     found = explain(function)(*arrays(function))
     assert len(found.regions) == (2 if function is pool_twice else 1)
     assert all(region.has_softmax and region.sizes["q"] == 1 for region in found.regions)
@@ -95,21 +95,21 @@ def test_scores_are_inside(function):
 
 
 @pytest.mark.parametrize("function", [decode, pool])
-def test_it_may_be_mapped_and_compiled(function):
+def test_query_without_an_axis_under_jit_and_vmap_matches_the_reference(function):
     given = [jnp.stack([x, 2 * x, -x]) for x in arrays(function)]
     found = jax.jit(jax.vmap(fuse(function)))(*given)
     np.testing.assert_allclose(found, jax.vmap(function)(*given), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_kernels_compile(arch):
+def test_query_without_an_axis_kernels_compile_without_spills(arch):
     given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in CASES[decode]]
     ((region,),) = trace(decode, given, {}).regions.values()
     for launch in launches_of(region).values():
         assert report_of(launch.plan(Target.for_arch(arch)), arch).spill_bytes == 0
 
 
-def test_beside_attention_rows_are_pooled_outside():
+def test_pooling_after_attention_stays_outside_the_region():
     def attend_and_pool(tokens, weight):
         scores = jnp.einsum("bth,bsh->bts", tokens, tokens) / 4
         return pool(jnp.einsum("bts,bsh->bth", jax.nn.softmax(scores, axis=-1), tokens), weight)
@@ -118,7 +118,7 @@ def test_beside_attention_rows_are_pooled_outside():
     assert region.sizes["q"] == TOKENS
 
 
-def test_a_mix_by_parameters_is_no_attention():
+def test_softmax_over_parameters_without_queries_raises_not_fusible():
     def mix(layers, weight):
         return jnp.einsum("s,sh->h", jax.nn.softmax(weight), layers)
 
@@ -126,7 +126,7 @@ def test_a_mix_by_parameters_is_no_attention():
         fuse(mix)(jnp.ones((4, 8)), jnp.ones(4))
 
 
-def test_attention_that_breaks_a_rule_is_refused_still():
+def test_decode_after_unfusible_attention_raises_not_fusible():
     def two(query, key, value):
         scores = jnp.sort(jnp.einsum("bsnh,btnh->bnst", key, key), axis=-1)
         other = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(scores, axis=-1), value)

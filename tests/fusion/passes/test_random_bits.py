@@ -117,14 +117,14 @@ def test_both_implementations_draw_the_same_bits(function):
 
 
 @EACH
-def test_no_bits_in_memory(function):
+def test_dropout_reads_no_bits_from_memory(function):
     """What is read with queries and with keys is computed from what has one of them."""
     (region,) = explain(function)(*operands(), jax.random.key(0)).regions
     assert {leaf.role for leaf in region.leaves} == {"query", "key", "row", "column"}
     assert region.declined is None
 
 
-def test_no_array_of_queries_by_keys():
+def test_compiled_dropout_has_no_array_of_queries_by_keys():
     shape = (1, 1024, 1, 16)
     run = jax.jit(jax.grad(lambda x, rng: fuse(chosen, implementation="xla")(x, x, x, rng).sum()))
     assert "1024,1024" not in run.lower(jnp.ones(shape), jax.random.key(0)).compile().as_text()
@@ -160,7 +160,7 @@ def dropped_scores(query, key, value, rng):
 
 
 @BOTH
-def test_dropout_before_the_softmax(implementation):
+def test_dropout_before_the_softmax_matches_the_reference(implementation):
     """A row's weights are those of the keys that stay."""
     rng, (query, key, value) = jax.random.key(2), operands()
     columns = jnp.broadcast_to(jnp.eye(KEYS)[None, :, None], (BATCH, KEYS, HEADS, KEYS))
@@ -174,7 +174,7 @@ def test_dropout_before_the_softmax(implementation):
     np.testing.assert_allclose(fused(query, key, value, rng), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_results_repeat_and_keys_differ():
+def test_dropout_masks_repeat_for_a_key_and_differ_between_keys():
     masks = [mask_of(chosen, jax.random.key(seed)) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(masks[0], masks[1])
     cells = masks[0].size
@@ -182,13 +182,13 @@ def test_results_repeat_and_keys_differ():
     assert abs(agree - expected) < 4 * np.sqrt(expected * (1 - expected) / cells)
 
 
-def test_other_kinds_of_keys():
+def test_dropout_accepts_other_key_implementations():
     masks = [mask_of(chosen, jax.random.key(seed, impl="rbg")) for seed in (0, 1)]
     assert 0.65 < masks[0].mean() < 0.75 and (masks[0] != masks[1]).any()
 
 
 @BOTH
-def test_keys_of_a_vmapped_call(implementation):
+def test_dropout_under_vmap_uses_the_mask_of_each_key(implementation):
     """Each key has the mask that it has alone; a key that is not mapped has one mask."""
     keys = jax.random.split(jax.random.key(4), 2)
     query, key, value = operands()
@@ -201,7 +201,7 @@ def test_keys_of_a_vmapped_call(implementation):
         np.testing.assert_allclose(same[i], fused(queries[i], key, value, keys[1]), rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_of_a_vmapped_call_and_checkpoint():
+def test_dropout_gradients_under_vmap_and_checkpoint_match_single_calls():
     keys = jax.random.split(jax.random.key(4), 2)
     query, key, value = operands()
     fused = fuse(chosen, implementation="xla")
@@ -220,7 +220,7 @@ def test_gradients_of_a_vmapped_call_and_checkpoint():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_a_mask_that_is_returned(implementation):
+def test_returned_dropout_mask_is_the_mask_of_the_weights(implementation):
     """It is the one that weights have, also where it is drawn once more with the same key."""
 
     def function(query, key, value, rng):
@@ -235,7 +235,7 @@ def test_a_mask_that_is_returned(implementation):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_draws_outside_are_those_of_jax():
+def test_random_draws_outside_a_region_are_those_of_jax():
     """What no region needs a tile of stays as written; a mask that is also a result is the one that was used."""
     query, key, value = operands()
     rng, other = jax.random.split(jax.random.key(3))
@@ -253,7 +253,7 @@ def test_draws_outside_are_those_of_jax():
     np.testing.assert_allclose(output, jnp.einsum("bnqk,bknh->bqnh", weights, value), rtol=1e-5, atol=1e-5)
 
 
-def test_reference_and_fallback_draw_the_bits_of_jax():
+def test_reference_draws_the_bits_of_jax():
     query, key, value = operands()
     rng = jax.random.key(3)
     plain = chosen(query, key, value, rng)
@@ -261,7 +261,7 @@ def test_reference_and_fallback_draw_the_bits_of_jax():
     assert not np.allclose(fuse(chosen)(query, key, value, rng), plain, atol=1e-2)
 
 
-def test_draws_in_float64():
+def test_dropout_in_float64_matches_the_reference():
     with jax.enable_x64(True):
         inputs = [np.asarray(x, np.float64) for x in operands()]
         columns = np.broadcast_to(np.eye(KEYS)[None, :, None], (BATCH, KEYS, HEADS, KEYS))
@@ -276,7 +276,7 @@ def test_draws_in_float64():
 
 
 @NEEDS_TRITON
-def test_kernels_compile():
+def test_dropout_kernels_compile_without_spills():
     """For Hopper: no register is spilled in a loop, and products stay those of matrix units."""
     from blockdiag.triton_kernels.launch.plan import Target
     from tests.fusion.codegen.test_plans import launches_of
@@ -310,7 +310,7 @@ def usual_promotion():
 
 @NEEDS_TRITON
 @pytest.mark.parametrize(("implementation", "broadcasts"), [("xla", False), ("triton", True)])
-def test_flax_modules(usual_promotion, implementation, broadcasts):
+def test_nnx_attention_module_with_dropout_has_gradients(usual_promotion, implementation, broadcasts):
     """Dropout in Flax's own attention: the module with the fused function learns, and is itself without dropout."""
     x = jax.random.normal(jax.random.key(0), (2, 24, 32))
     fused = fuse(nnx.dot_product_attention, implementation=implementation)
@@ -333,7 +333,7 @@ def test_flax_modules(usual_promotion, implementation, broadcasts):
     assert all(np.isfinite(leaf).all() and np.any(leaf != 0) for leaf in jax.tree.leaves(grads["query"]["kernel"]))
 
 
-def test_linen_module(usual_promotion):
+def test_linen_attention_module_with_dropout_has_gradients(usual_promotion):
     x = jax.random.normal(jax.random.key(0), (2, 24, 32))
     module = nn.MultiHeadDotProductAttention(
         num_heads=2, dropout_rate=RATE, attention_fn=fuse(nn.dot_product_attention)
@@ -350,7 +350,7 @@ def test_linen_module(usual_promotion):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
-def test_dropout_modules_inside_the_function(usual_promotion):
+def test_dropout_modules_inside_the_function_match_the_reference(usual_promotion):
     """`nnx.Dropout` and `linen.Dropout` of the weights."""
     query, key, value = operands()
 
@@ -389,7 +389,7 @@ def deviations(one: np.ndarray, other: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("width", (8, 16, 32))
-def test_every_bit_is_a_fair_coin(width):
+def test_random_bits_have_mean_one_half(width):
     bits = bits_of(0, width)
     assert bits.dtype == f"uint{width}" and bits.shape == SHAPE
     for place in range(width):
@@ -397,7 +397,7 @@ def test_every_bit_is_a_fair_coin(width):
 
 
 @pytest.mark.parametrize("share", (0.1, 0.5, 0.9))
-def test_masks_of_neighbours_are_independent(share):
+def test_random_masks_of_neighbours_are_uncorrelated(share):
     mask = bits_of(0) < int(share * 2**32)
     assert abs(mask.mean() - share) < 4.5 * np.sqrt(share * (1 - share) / mask.size)
     for lag in (1, 2, 16, 64, 128):
@@ -411,7 +411,7 @@ def test_masks_of_neighbours_are_independent(share):
         assert abs(deviations(mask, bits_of(seed) < int(share * 2**32))) < 4.5
 
 
-def test_rows_columns_and_blocks_vary_as_coins_do():
+def test_random_mask_sums_have_binomial_variance():
     mask = bits_of(0) < 2**30
     for axes, parts in ((3, mask), (2, mask), ((3, 5), mask.reshape(2, 3, 8, 32, 16, 32))):
         sums = parts.sum(axes)
@@ -419,7 +419,7 @@ def test_rows_columns_and_blocks_vary_as_coins_do():
         assert abs(sums.var() / expected - 1) < 4.5 * np.sqrt(2 / sums.size)
 
 
-def test_pairs_of_rows_and_columns_are_independent():
+def test_random_bits_of_pairs_of_rows_and_columns_are_uncorrelated():
     """Where bits are a sum of something of the row and something of the column, the four corners cancel."""
     bits = bits_of(0)
     corners = bits[..., ::2, ::2] ^ bits[..., 1::2, ::2] ^ bits[..., ::2, 1::2] ^ bits[..., 1::2, 1::2]
@@ -427,6 +427,6 @@ def test_pairs_of_rows_and_columns_are_independent():
         assert abs(((corners >> place) & 1).mean() - 0.5) * 2 * np.sqrt(corners.size) < 4.5
 
 
-def test_elements_of_a_row_differ():
+def test_random_bits_of_a_row_are_distinct():
     bits = bits_of(0)
     assert all(len(np.unique(row)) == SHAPE[-1] for row in bits.reshape(-1, SHAPE[-1]))

@@ -70,18 +70,18 @@ def given(function):
 
 
 @pytest.mark.parametrize(("function", "implementation"), alternated(FUNCTIONS))
-def test_results_and_gradients(function, implementation):
+def test_scatters_into_scores_match_the_reference_with_gradients(function, implementation):
     assert_fused(function, given(function), implementation)
 
 
 @pytest.mark.parametrize("function", [upper, numpy_upper], ids=lambda function: function.__name__)
-def test_tiles_are_skipped(function):
+def test_scatters_into_scores_skip_tiles(function):
     (region,) = explain(function)(*given(function)).regions
     assert region.skipped >= 1 / 3
     assert {leaf.role for leaf in region.leaves} == {"query", "key", "row", "column"}
 
 
-def test_places_that_are_arguments_are_refused():
+def test_scatter_into_scores_at_traced_indices_raises_not_fusible():
     def function(query, key, value, places):
         return attend(scores(query, key).at[..., places].set(-jnp.inf), value)
 
@@ -89,7 +89,7 @@ def test_places_that_are_arguments_are_refused():
         fuse(function)(*arrays(SHAPE, SHAPE, SHAPE), jnp.array([3, 7]))
 
 
-def test_arrays_that_are_written_are_refused():
+def test_scatter_of_arrays_into_scores_raises_not_fusible():
     def function(query, key, value, columns):
         return attend(scores(query, key).at[..., :5].set(columns), value)
 
@@ -97,7 +97,7 @@ def test_arrays_that_are_written_are_refused():
         fuse(function)(*arrays(SHAPE, SHAPE, SHAPE, (5,)))
 
 
-def test_what_is_written_late_in_a_deep_program():
+def test_scatter_in_a_deep_program_skips_tiles():
     def function(query, key, value, weight):
         for _ in range(300):
             query = jnp.tanh(query @ weight) * 2 - 1

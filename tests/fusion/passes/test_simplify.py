@@ -74,7 +74,7 @@ def names_of(closed: core.ClosedJaxpr) -> list[str]:
         ),
     ],
 )
-def test_a_detour_is_left_out(detour: Callable[..., Any], straight: Callable[..., Any]) -> None:
+def test_simplify_removes_redundant_equations(detour: Callable[..., Any], straight: Callable[..., Any]) -> None:
     (x,) = arrays((3, 4))
     found, expected = flat_jaxpr(detour, x)[0], flat_jaxpr(straight, x)[0]
     shorter = plain(found)
@@ -104,7 +104,7 @@ def test_a_detour_is_left_out(detour: Callable[..., Any], straight: Callable[...
         pytest.param(lambda x: lax.optimization_barrier(jnp.sin(x)) + lax.optimization_barrier(jnp.sin(x)), id="kept"),
     ],
 )
-def test_what_changes_something_stays(function: Callable[..., Any]) -> None:
+def test_simplify_keeps_equations_that_change_values(function: Callable[..., Any]) -> None:
     (x,) = arrays((3, 4))
     closed, _ = flat_jaxpr(function, x)
     shorter = plain(closed) or closed
@@ -112,7 +112,7 @@ def test_what_changes_something_stays(function: Callable[..., Any]) -> None:
     assert names_of(shorter).count("optimization_barrier") == names_of(closed).count("optimization_barrier")
 
 
-def test_effects_happen_as_often_as_written() -> None:
+def test_simplify_keeps_repeated_effects() -> None:
     def printed(x: jax.Array) -> jax.Array:
         jax.debug.print("once")
         jax.debug.print("once")
@@ -174,7 +174,7 @@ def regions_of(function: Callable[..., Any], given: dict[str, jax.Array]) -> lis
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_with_detours_reads_what_it_reads_without(name: str) -> None:
+def test_fuse_of_a_variant_with_redundant_equations_has_the_same_regions(name: str) -> None:
     variant = VARIANTS[name]
     given = variant.make_inputs(jax.random.key(0), SIZES)
     longer = with_detours(variant.function, zlib.crc32(name.encode()))
@@ -182,7 +182,7 @@ def test_a_variant_with_detours_reads_what_it_reads_without(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_a_variant_with_detours_has_the_same_results(name: str) -> None:
+def test_fuse_of_a_variant_with_redundant_equations_has_the_same_results(name: str) -> None:
     variant = VARIANTS[name]
     given = variant.make_inputs(jax.random.key(0), SIZES)
     rest = {key: x for key, x in given.items() if key not in variant.differentiable}

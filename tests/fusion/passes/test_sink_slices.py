@@ -86,12 +86,12 @@ def arrays():
 
 
 @pytest.mark.parametrize(("function", "implementation"), alternated(FUNCTIONS))
-def test_parts_of_weights_are_the_weights_of_parts(function, implementation):
+def test_sliced_weights_match_the_reference_with_gradients(function, implementation):
     assert_fused(function, arrays(), implementation)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_no_scores_are_left_outside(function):
+def test_sliced_weights_leave_no_scores_outside(function):
     found = explain(function)(*arrays())
     assert len(found.regions) == (1 if function is later_heads else 2)
     assert all(region.has_softmax for region in found.regions)
@@ -99,13 +99,13 @@ def test_no_scores_are_left_outside(function):
 
 
 @pytest.mark.parametrize("function", [x for x in FUNCTIONS if x not in (halves_of_groups, halves_with_sinks)])
-def test_masks_stay_functions_of_places(function):
+def test_masks_of_sliced_weights_are_not_arrays(function):
     """Parts of a mask for all heads are the mask, and of its number the number: no array of them is read."""
     for region in explain(function)(*arrays()).regions:
         assert {leaf.role for leaf in region.leaves} == {"query", "key", "row", "column"}
 
 
-def test_slopes_of_heads_stay_functions_of_places():
+def test_per_head_slopes_of_sliced_weights_are_scalar_leaves():
     def sloped(query, key, value, slopes):
         """slopes [2 N]."""
         places = jnp.arange(TOKENS, dtype=jnp.float32)
@@ -119,13 +119,13 @@ def test_slopes_of_heads_stay_functions_of_places():
     assert_fused(sloped, given, "xla")
 
 
-def test_no_sequences_have_parts_as_well():
+def test_sliced_weights_of_an_empty_batch_keep_the_output_shape():
     none = [x[:0] for x in arrays()]
     assert fuse(halves_of_heads)(*none).shape == halves_of_heads(*none).shape
 
 
 @pytest.mark.parametrize("batch", [3, 0])
-def test_indices_are_found_in_front_of_a_reshape(batch):
+def test_before_reshape_maps_slices_through_a_reshape(batch):
     before, after = (batch, 12, 5), (batch, 4, 3, 5)
     assert _before_reshape(before, after, Part(2, 1, 2)) == Part(1, 1, 12, 3)
     assert _before_reshape(before, after, Part(1, 1, 3)) == Part(1, 3, 9)
@@ -134,7 +134,7 @@ def test_indices_are_found_in_front_of_a_reshape(batch):
         _before_reshape(before, after, Part(2, 1, 3))
 
 
-def test_parts_of_the_keys_are_no_weights_of_parts():
+def test_slices_along_keys_raise_not_fusible():
     def attention(query, key, value):
         weights = jax.nn.softmax(scores_of(query, key), axis=-1)
         return values_of(weights[..., 4:], jnp.concatenate([value, value], axis=2)[:, 4:])

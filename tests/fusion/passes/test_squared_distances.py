@@ -99,28 +99,28 @@ def errors(function, implementation, offset):
 
 @pytest.mark.parametrize(("function", "count"), [(attention, 2), (turned, 2), (bells, 1)])
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_distances_are_products(function, count, implementation):
+def test_squared_distances_of_bfloat16_points_are_computed_as_products(function, count, implementation):
     assert products_of(function, jnp.bfloat16) == [count]
     for ours, plain in errors(function, implementation, 0.0):
         assert ours < max(1e-2, 1.2 * plain)
 
 
 @pytest.mark.parametrize("offset", [8.0, 30.0])
-def test_points_far_from_the_origin_are_as_exact(offset):
+def test_squared_distances_far_from_the_origin_are_accurate(offset):
     for ours, plain in errors(attention, "xla", offset):
         assert ours < plain
 
 
-def test_points_of_more_bits_stay_differences():
+def test_squared_distances_of_float32_points_stay_differences():
     assert products_of(attention, jnp.float32) == [1]
 
 
 @pytest.mark.parametrize("function", [rooted, returned])
-def test_distances_that_are_used_otherwise_stay_as_they_are(function):
+def test_squared_distances_used_elsewhere_stay_differences(function):
     assert products_of(function, jnp.bfloat16) == [1]
 
 
-def test_many_numbers_of_each_query_and_key_fit_in_registers():
+def test_squared_distance_kernels_do_not_spill_in_loops():
     """In the loops nothing is kept in memory."""
     points = jax.ShapeDtypeStruct((2, 256, 4, 4, 3), jnp.bfloat16)
     query = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)

@@ -40,7 +40,7 @@ def exact_gradient(reads, indices, cotangent, rows):
 @pytest.mark.parametrize("way", [*WAYS, "by some rows"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("mode", MODES)
-def test_gradient_of_a_table(mode, dtype, way, monkeypatch):
+def test_table_gradient_matches_float64(mode, dtype, way, monkeypatch):
     if way == "by some rows":
         # As where gradients are many.
         monkeypatch.setattr(lookups, "_COMPARED_AT_ONCE", 0)
@@ -73,7 +73,7 @@ def test_gradient_of_a_table(mode, dtype, way, monkeypatch):
     ],
     ids=["few reads", "many rows", "numbers", "integers"],
 )
-def test_other_reads_are_left_to_xla(function):
+def test_other_table_reads_are_left_to_xla(function):
     table, indices = jnp.ones((5, 2)), jnp.zeros(60_000, jnp.int32)
     assert not lookups.reads_rows(gather_of(function, table, indices))
 
@@ -86,7 +86,7 @@ def biased(query, key, value, table):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
 
 
-def test_gradient_within_fused_attention():
+def test_table_gradient_within_fused_attention_matches_the_reference():
     query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 50, 2, 16))
     table = jax.random.normal(jax.random.key(1), (9, 2))
     assert lookups.reads_rows(gather_of(biased, query, key, value, table))
@@ -100,7 +100,7 @@ def test_gradient_within_fused_attention():
     )
 
 
-def test_transformations_of_the_gradient():
+def test_table_gradient_under_vmap_and_grad_matches_the_reference():
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 50, 2, 16))
     tables = jax.random.normal(jax.random.key(1), (3, 9, 2))
 

@@ -82,21 +82,21 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
-def test_results_and_gradients(name, implementation):
+def test_operands_from_other_scores_match_the_reference_with_gradients(name, implementation):
     function, _, *shapes = FUNCTIONS[name]
     given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
     assert_fused(function, given, implementation, 1e-4)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_is_read(name):
+def test_operands_from_other_scores_read_the_expected_leaves(name):
     function, pairs, *shapes = FUNCTIONS[name]
     explanation = explain(function)(*arrays(OPERAND, OPERAND, OPERAND, *shapes))
     roles = [leaf.role for region in explanation.regions for leaf in region.leaves]
     assert roles.count("score") == pairs and "query" in roles and not explanation.scores
 
 
-def test_a_number_of_its_own_rows_is_refused():
+def test_row_statistic_of_the_same_scores_raises_not_fusible():
     """There is no other product that could stay attention; the message is of what was tried first."""
 
     def function(query, key, value):
@@ -123,7 +123,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_masks_of_floating_numbers(name):
+def test_float_masks_are_not_arrays_and_skip_tiles(name):
     def function(query, key, value):
         mask = jnp.asarray(NUMBERS[name])
         return attend(scores(query, key) + (mask if mask.ndim == 3 else mask[None])[None], value)
@@ -152,7 +152,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_masks_under_exponentials(name):
+def test_masks_before_exponentials_skip_tiles(name):
     def function(query, key, value):
         return CHANGES[name](scores(query, key), jnp.asarray(CAUSAL)[None, None]) @ value
 

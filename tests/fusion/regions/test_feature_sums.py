@@ -135,7 +135,7 @@ def region_of(function, given):
 
 
 @pytest.mark.parametrize(("form", "implementation"), alternated(FORMS))
-def test_results_and_gradients(form, implementation):
+def test_feature_sums_match_the_reference_with_gradients(form, implementation):
     given = arrays(*OPERANDS)
     region = region_of(FORMS[form], given)
     assert any(node.kind == "sum" for node in nodes_of(region.score, region.weight))
@@ -145,14 +145,14 @@ def test_results_and_gradients(form, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_a_second_run_gives_the_same_bits(implementation):
+def test_feature_sums_repeat_bitwise(implementation):
     given = arrays(*OPERANDS)
     fused = jax.jit(lambda *some: with_gradients(fuse(graph_attention, implementation=implementation), some))
     first, second = fused(*given), fused(*given)
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def test_half_precision():
+def test_feature_sums_of_bfloat16_accumulate_in_float32():
     """Features of 16 bits are added up in 32."""
     given = [x.astype(jnp.bfloat16) for x in arrays(*OPERANDS)]
     wide = [x.astype(jnp.float32) for x in given]
@@ -166,7 +166,7 @@ def test_half_precision():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_mapped_weights(implementation):
+def test_vmapped_feature_weights_match_the_reference(implementation):
     """Each index of a mapped axis has weights of its own."""
     *given, out = arrays(*OPERANDS[:3], (3, WIDTH))
 
@@ -177,7 +177,7 @@ def test_mapped_weights(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_gradients_of_gradients(implementation):
+def test_feature_sums_have_second_derivatives(implementation):
     given = arrays((1, 9, 12), (1, 7, 12), (1, 7, 12), (12,))
 
     def twice(function):
@@ -191,13 +191,13 @@ def test_gradients_of_gradients(implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("sizes", [(1, 33), (33, 2)])
-def test_one_query_or_few_keys(sizes, implementation):
+def test_feature_sums_of_one_query_or_few_keys_match_the_reference(sizes, implementation):
     queries, keys = sizes
     given = arrays((BATCH, queries, 12), (BATCH, keys, 12), (BATCH, keys, 12), (12,))
     assert_fused(additive, given, implementation)
 
 
-def test_kernels_are_as_long_whatever_the_features():
+def test_feature_sum_kernels_have_a_length_independent_of_features():
     def lines(width):
         given = arrays((1, 64, width), (1, 64, width), (1, 64, 16), (width,))
         return len(explain(additive)(*given).source.splitlines())
@@ -205,7 +205,7 @@ def test_kernels_are_as_long_whatever_the_features():
     assert lines(16) == lines(64) == lines(256)
 
 
-def test_what_is_gone_through_one_by_one():
+def test_feature_sums_unroll_few_features_and_leave_many_in_memory():
     """Few features, which registers have room for; more than a loop's registers, which stay in memory."""
     few = arrays((1, 40, 4), (1, 40, 4), (1, 40, 16), (4,))
     region = region_of(by_sum, few)
@@ -216,7 +216,7 @@ def test_what_is_gone_through_one_by_one():
     assert_fused(additive, many)
 
 
-def test_products_that_are_written_as_sums_are_products():
+def test_products_written_as_feature_sums_are_matrix_products():
     """However many features there are, and beside a sink."""
 
     def function(query, key, value, out):
@@ -228,7 +228,7 @@ def test_products_that_are_written_as_sums_are_products():
     assert "query" in {leaf.role for leaf in found.regions[0].leaves} and "each feature" not in found.source
 
 
-def test_products_of_features_are_no_loop():
+def test_feature_products_of_all_heads_are_not_a_loop():
     """Lightning indexers add up functions of the products of all heads, each of which is a product of matrices."""
 
     def function(query, key, value, out):
@@ -242,7 +242,7 @@ def test_products_of_features_are_no_loop():
 
 
 @pytest.mark.parametrize("form", [additive, differences])
-def test_tiles_that_an_added_mask_rules_out(form):
+def test_feature_sums_with_an_added_mask_skip_tiles(form):
     """What is added up is bounded, so that -1e9 masks it."""
     tokens = 256
     given = arrays(*[(1, tokens, WIDTH)] * 3, (WIDTH,))
@@ -258,7 +258,7 @@ def test_tiles_that_an_added_mask_rules_out(form):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_masks_of_features_are_not_guessed(implementation):
+def test_masks_of_large_features_stay_exact(implementation):
     """Features larger than products of queries and keys are taken to be, which decide, beside a mask of positions."""
     tokens = 96
 
@@ -272,7 +272,7 @@ def test_masks_of_features_are_not_guessed(implementation):
     np.testing.assert_allclose(fuse(function, implementation=implementation)(*given), function(*given), atol=1e-6)
 
 
-def test_bounds_of_loops():
+def test_bounds_of_loops_are_finite_only_for_sums():
     """Sums are bounded from their terms; of any other loop nothing is known."""
 
     def total(x):
@@ -294,7 +294,7 @@ def test_bounds_of_loops():
             assert np.isneginf(found.low).all() and np.isposinf(found.high).all()
 
 
-def test_a_sum_of_a_sum_for_each_feature_is_none():
+def test_nested_feature_sums_raise_unpullable():
     label, other = f"{FEATURES}00", f"{FEATURES}01"
     leaf = Leaf(Source("x", (3, 5, 7), np.dtype(np.float32)), (("q",), (label,), (other,)), "query", ())
     inner = sum_of_features(Node("leaf", leaf=leaf), {other: 7})
@@ -306,7 +306,7 @@ def test_a_sum_of_a_sum_for_each_feature_is_none():
     ("width", "dtype", "arch"),
     [(64, "bfloat16", 80), (64, "bfloat16", 90), (64, "bfloat16", 100), (256, "bfloat16", 90), (64, "float32", 90)],
 )
-def test_loops_keep_their_registers(width, dtype, arch):
+def test_feature_sum_kernels_do_not_spill_in_loops(width, dtype, arch):
     given = [jnp.zeros(x, dtype) for x in ((1, 256, width), (1, 256, width), (1, 256, 64), (width,))]
     for launch in launches_of(region_of(additive, given)).values():
         report = report_of(launch.plan(Target.for_arch(arch)), arch)

@@ -150,32 +150,32 @@ def arrays(function, dtype="float32"):
 
 
 @pytest.mark.parametrize(("function", "implementation"), alternated(CASES))
-def test_grids_are_one_axis(function, implementation):
+def test_attention_on_grids_matches_the_reference_with_gradients(function, implementation):
     given = arrays(function)
     found = compiled_gradients(fuse(function, implementation=implementation), given)
     assert_alike(found, expected_results(function, given))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_sixteen_bits_are_as_good_as_written(implementation):
+def test_attention_on_grids_in_bfloat16_is_accurate(implementation):
     given = arrays(decomposed, "bfloat16")
     assert_as_good_as_written(decomposed, fuse(decomposed, implementation=implementation), given)
 
 
 @pytest.mark.parametrize("function", CASES)
-def test_queries_and_keys_are_one_axis_each(function):
+def test_grids_become_one_query_axis_and_one_key_axis(function):
     (region,) = explain(function)(*arrays(function)).regions
     assert region.sizes["q"] == PIXELS
     assert region.sizes["k"] == (FEW * SMALL if function is pooled else PIXELS)
 
 
 @pytest.mark.parametrize("function", [decomposed, pooled, axial_biases, by_rows_of_keys, hidden_rows, split_heads])
-def test_no_array_of_pairs_is_read_but_masks(function):
+def test_grid_biases_are_not_read_as_arrays_of_pairs(function):
     (region,) = explain(function)(*arrays(function)).regions
     assert all("bool" in leaf.dtype for leaf in region.leaves if leaf.role == "score"), region.leaves
 
 
-def test_tiles_that_places_rule_out_are_skipped():
+def test_grid_masks_skip_tiles():
     side = 32
 
     def near_rows(query, key, value):
@@ -190,7 +190,7 @@ def test_tiles_that_places_rule_out_are_skipped():
     assert region.skipped > 0.4
 
 
-def test_it_may_be_mapped_compiled_and_differentiated():
+def test_attention_on_grids_under_jit_vmap_and_grad_matches_the_reference():
     given = [jnp.stack([x, -x]) for x in arrays(decomposed)]
 
     def gradient(function):
@@ -201,7 +201,7 @@ def test_it_may_be_mapped_compiled_and_differentiated():
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_kernels_compile(arch):
+def test_grid_kernels_compile_without_spills(arch):
     pixels = jax.ShapeDtypeStruct((4, 35, 64), jnp.bfloat16)
     tables = [jax.ShapeDtypeStruct((n, n, 64), jnp.bfloat16) for n in (HIGH, WIDE)]
 
@@ -217,14 +217,14 @@ def test_kernels_compile(arch):
         assert report_of(launch.plan(Target.for_arch(arch)), arch).spill_bytes == 0
 
 
-def test_sixty_four_bits():
+def test_attention_on_grids_in_float64_matches_the_reference():
     with jax.enable_x64(True):
         given = [x.astype("float64") for x in arrays(axial_biases)]
         found = compiled_gradients(fuse(axial_biases, implementation="xla"), given)
         assert_alike(found, expected_results(axial_biases, given), 1e-12)
 
 
-def test_a_grid_that_is_divided_in_two_ways_is_refused():
+def test_grid_divided_in_two_ways_raises_not_fusible():
     def twice(query, key, value, bias):
         scores = jnp.einsum("btc,bsc->bts", query, key).reshape(-1, PIXELS, HIGH, WIDE) + 1.0
         scores = jnp.sin(scores.reshape(-1, PIXELS, WIDE, HIGH) + bias)

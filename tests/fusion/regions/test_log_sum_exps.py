@@ -131,7 +131,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
-def test_results_and_gradients(name, implementation):
+def test_log_sum_exps_match_the_reference_with_gradients(name, implementation):
     function, *shapes = FUNCTIONS[name]
     given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
     assert_fused(function, given, implementation)
@@ -150,7 +150,7 @@ def test_scores_are_not_in_memory(name):
 
 
 @pytest.mark.parametrize("name", ["returned", "gate", "merged"])
-def test_16_bits(name):
+def test_log_sum_exps_in_bfloat16_are_accurate(name):
     function, *shapes = FUNCTIONS[name]
     given = [x.astype(jnp.bfloat16) for x in arrays(OPERAND, OPERAND, OPERAND, *shapes)]
     assert_as_good_as_written(function, fuse(function, implementation="xla"), given)
@@ -183,12 +183,12 @@ def transformed(function, given):
 
 
 @pytest.mark.parametrize("function", [returned, merged])
-def test_transformations(function):
+def test_log_sum_exps_under_transformations_match_the_reference(function):
     given = arrays(OPERAND, OPERAND, OPERAND)
     assert_alike(transformed(fuse(function), given), transformed(function, given), 2e-4)
 
 
-def test_its_own_gradient_alone():
+def test_gradient_of_the_log_sum_exp_alone_matches_the_reference():
     """The result has no part in what is differentiated."""
     given = arrays(OPERAND, OPERAND, OPERAND)
     query, key, _ = given
@@ -201,7 +201,7 @@ def test_its_own_gradient_alone():
     assert not np.any(found[2])
 
 
-def test_rows_that_see_no_key():
+def test_log_sum_exp_of_fully_masked_rows_is_minus_infinity():
     """It is minus infinity there, as in JAX, and what is merged with it is none the worse."""
 
     def function(query, key, value, seen):
@@ -218,7 +218,7 @@ def test_rows_that_see_no_key():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_rows_that_finite_numbers_hide(implementation):
+def test_log_sum_exp_of_rows_masked_by_a_finite_number_matches_the_reference(implementation):
     """A finite number there, so that sums with a mask stay numbers."""
 
     def function(query, key, value):
@@ -235,7 +235,7 @@ def test_rows_that_finite_numbers_hide(implementation):
         assert trace(function, given, {}).log_sums
 
 
-def test_a_shift_that_stands_still_in_one_place():
+def test_log_sum_exp_with_a_partly_stopped_shift_is_not_rewritten():
     """The function's derivative is not that of a log-sum-exp."""
 
     def function(query, key, value):
@@ -250,7 +250,7 @@ def test_a_shift_that_stands_still_in_one_place():
 
 
 @pytest.mark.parametrize("keys", [1, 2])
-def test_a_shift_that_stands_still_of_few_keys(keys):
+def test_log_sum_exp_with_a_stopped_shift_and_few_keys_matches_the_reference(keys):
     """Of one key, what is the same for all keys has as many elements as scores."""
 
     def function(query, key, value):
@@ -263,7 +263,7 @@ def test_a_shift_that_stands_still_of_few_keys(keys):
     assert_fused(function, arrays(OPERAND, few, few))
 
 
-def test_of_other_scores_stays():
+def test_log_sum_exp_of_other_scores_is_not_rewritten():
     """The softmax has a mask that the log-sum-exp has not."""
 
     def function(query, key, value):
@@ -274,7 +274,7 @@ def test_of_other_scores_stays():
     assert_fused(function, given)
 
 
-def test_values_that_are_made_with_it():
+def test_log_sum_exp_that_values_depend_on_is_not_rewritten():
     """A kernel cannot give what it needs: the log-sum-exp is computed as written."""
 
     def function(query, key, value):
@@ -287,7 +287,7 @@ def test_values_that_are_made_with_it():
     assert_fused(function, given)
 
 
-def test_the_joint_kernel_gives_way():
+def test_joint_kernel_is_not_launched_when_the_log_sum_exp_has_a_gradient():
     """It compares slopes with sums of its own; where the log-sum-exp has a gradient as well, it is not launched."""
     region = RESIDENT["evoformer"].region()
     rows = jax.ShapeDtypeStruct(tuple(region.sizes[x] for x in (*region.batch, "q")), "float32")
@@ -309,7 +309,7 @@ def test_the_joint_kernel_gives_way():
     }
 
 
-def test_a_program_that_prints():
+def test_explain_of_a_program_that_prints_finds_its_region():
     """Equations without results are no concern of an explanation."""
 
     def function(query, key, value):

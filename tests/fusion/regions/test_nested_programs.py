@@ -109,14 +109,14 @@ def with_gradients(function, arguments):
 
 
 @pytest.mark.parametrize(("name", "implementation"), alternated(FUNCTIONS))
-def test_results_and_gradients(name, implementation):
+def test_nested_attention_matches_the_reference_with_gradients(name, implementation):
     function, _ = FUNCTIONS[name]
     found = jax.jit(functools.partial(with_gradients, fuse(function, implementation=implementation)))(given())
     assert_alike(found, with_gradients(function, given()), 1e-4)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_is_found(name):
+def test_explain_finds_nested_attention_with_position_masks(name):
     """Masks of positions that are made outside are functions of places within."""
     function, count = FUNCTIONS[name]
     explanation = explain(function)(*given())
@@ -148,7 +148,7 @@ def one_of_three(x, segments, kind, *weights):
     return layer(jax.lax.switch(kind, masks, same), x, [w[0] for w in weights])
 
 
-def test_branches_that_make_masks_are_choices():
+def test_masks_chosen_by_cond_are_not_arrays():
     """Masks are functions of places still, and no arrays of pairs."""
     (region,) = explain(chosen)(*given()).regions
     assert "score" not in {leaf.role for leaf in region.leaves}
@@ -157,7 +157,7 @@ def test_branches_that_make_masks_are_choices():
 
 
 @pytest.mark.parametrize("kind", range(3))
-def test_one_of_three_masks(kind):
+def test_masks_chosen_by_switch_are_not_arrays(kind):
     x, *weights = given()
     segments = jnp.repeat(jnp.arange(4), TOKENS // 4)[None].repeat(BATCH, axis=0)
     (region,) = explain(one_of_three)(x, segments, jnp.int32(kind), *weights).regions
@@ -166,7 +166,7 @@ def test_one_of_three_masks(kind):
     assert_alike(*(with_gradients(one, weights) for one in compute), 1e-4)
 
 
-def test_branches_with_derivatives_stay():
+def test_biases_chosen_by_cond_match_the_reference_with_gradients():
     """A bias of an argument is what its branch makes of it, and has no other gradient."""
 
     def biased(query, key, value, slope, is_linear):
@@ -196,7 +196,7 @@ def hoisted(x, into, up, down, segments, table):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_masks_that_are_made_before_a_loop(implementation):
+def test_masks_built_before_a_loop_are_not_arrays(implementation):
     """They are functions of what they are made of within, and no arrays of pairs."""
     segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (BATCH, TOKENS)), 1))
     operands = [*given(), segments, *arrays((8,))]
@@ -213,7 +213,7 @@ def test_masks_that_are_made_before_a_loop(implementation):
     assert_alike(found, with_gradients(floating(hoisted), floats), 1e-4)
 
 
-def test_under_jit_and_vmap():
+def test_nested_attention_under_jit_and_vmap_matches_the_reference():
     several = [jnp.stack([given()[0], 2 * given()[0]]), *given()[1:]]
     for function in (unrolled, scanned):
         found, expected = (
@@ -228,13 +228,13 @@ def temporary(function):
     return slope.lower(*given()).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_what_is_not_to_be_kept_is_not():
+def test_checkpointed_attention_is_not_kept_in_memory():
     plain, fused = temporary(functools.partial(unrolled)), temporary(fuse(unrolled))
     kept = temporary(fuse(functools.partial(unrolled, policy=jax.checkpoint_policies.everything_saveable)))
     assert fused < 1.5 * plain and fused < 0.6 * kept
 
 
-def test_half_of_an_attention_in_a_part_of_its_own():
+def test_softmax_inside_checkpoint_is_fused_with_the_product_outside():
     """It is opened: there is more to find."""
 
     def function(query, key, value):
@@ -246,7 +246,7 @@ def test_half_of_an_attention_in_a_part_of_its_own():
     assert_alike(with_gradients(fuse(function), operands), with_gradients(function, operands))
 
 
-def test_parts_without_attention_stay():
+def test_checkpoint_without_attention_is_not_opened():
     def function(query, key, value):
         return jax.checkpoint(jnp.tanh)(attention(query, key, value, causal()))
 
@@ -255,7 +255,7 @@ def test_parts_without_attention_stay():
     assert len(explanation.regions) == 1 and set(explanation.outside) & {"remat2", "checkpoint"}
 
 
-def test_a_running_softmax_stays():
+def test_running_softmax_in_a_scan_is_not_rewritten():
     """Blocks of keys by hand: sums that go from step to step are no softmax of a step."""
 
     def function(query, key, value):
@@ -277,7 +277,7 @@ def test_a_running_softmax_stays():
     assert_alike(with_gradients(fuse(function), operands), with_gradients(function, operands))
 
 
-def test_references_in_loops_stay_where_they_are():
+def test_references_in_loops_are_not_rewritten():
     def function(x, weights):
         reference = jax.new_ref(weights[0])
 
@@ -312,7 +312,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_what_is_no_attention_beside_loops(name):
+def test_non_attention_beside_loops_is_not_fused_and_matches_the_reference(name):
     """Products of exponentials look like attention of a kind that is refused, where nothing else is there."""
     function = BESIDE[name]
     given = arrays(X, *((LAYERS, *shape) for shape in (INTO, UP, DOWN)), *STEPS)
@@ -321,14 +321,14 @@ def test_what_is_no_attention_beside_loops(name):
     np.testing.assert_allclose(found, function(*given), rtol=0, atol=2e-5 * float(np.abs(found).max()))
 
 
-def test_what_looks_like_attention_around_a_loop_is_named():
+def test_explain_names_unopened_products_around_a_loop():
     function, given = BESIDE["beside a scan"], arrays(X, *((LAYERS, *shape) for shape in (INTO, UP, DOWN)), *STEPS)
     found = explain(function)(*given)
     assert found.reason is None and "computed as written: `dot_general`" in found.unopened
     assert found.unopened in str(found)
 
 
-def test_a_softmax_that_breaks_a_rule_beside_a_loop():
+def test_unfusible_softmax_beside_a_loop_with_attention_raises_not_fusible():
     """It is refused as it is elsewhere."""
 
     def function(x, keys, weights):
@@ -340,7 +340,7 @@ def test_a_softmax_that_breaks_a_rule_beside_a_loop():
         fuse(function)(*arrays((2, 8, 4), (2, 5, 4), (3, 4, 4)))
 
 
-def test_what_is_refused_beside_a_loop_without_attention():
+def test_unfusible_softmax_beside_a_loop_without_attention_raises_not_fusible():
     def function(x, weights):
         scores = x @ x.mT
         return jax.lax.scan(lambda x, w: (x @ w, None), jax.nn.softmax(jnp.sort(scores), axis=-1) @ x, weights)[0]

@@ -255,7 +255,7 @@ def test_refusal_in_a_shard_map_names_a_rule():
         jax.jit(mapped)(*case.operands)
 
 
-def test_refusal_that_is_a_fallback_is_kept():
+def test_refusal_with_fallback_is_recorded():
     case = fusion_refused.REFUSED["slots"]
     fused = fuse(case.function, fallback=True)
     np.testing.assert_allclose(fused(*case.operands), case.function(*case.operands), rtol=1e-5, atol=1e-5)
@@ -282,7 +282,7 @@ def joined(query, key, value, sink, first: bool):
     return weighted(weights[..., 1:] if first else weights[..., :-1], value)
 
 
-def test_sinks_are_dropped_from_where_they_are():
+def test_sinks_are_removed_only_from_where_they_were_joined():
     inputs = (*operands(), jnp.ones(2))
     fused = fuse(joined)(*inputs, first=True)
     np.testing.assert_allclose(fused, joined(*inputs, first=True), rtol=1e-5, atol=1e-5)
@@ -290,7 +290,7 @@ def test_sinks_are_dropped_from_where_they_are():
         fuse(joined)(*inputs, first=False)
 
 
-def test_weights_that_are_returned_are_made_beside_the_kernel():
+def test_returned_weights_are_computed_outside_the_region():
     def function(query, key, value):
         weights = softmax_of(scores_of(query, key))
         return weighted(weights, value), weights
@@ -314,7 +314,7 @@ def test_fuse_of_symbolic_sizes_exports_the_function_as_it_stands(options):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_fuse_of_symbolic_sizes_by_a_named_implementation_is_refused(implementation):
+def test_fuse_of_symbolic_sizes_with_a_named_implementation_raises_not_fusible(implementation):
     def attention(query, key, value):
         return jax.nn.softmax(query @ key.mT) @ value
 

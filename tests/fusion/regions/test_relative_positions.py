@@ -193,7 +193,7 @@ def plain(name):
 
 
 @pytest.mark.parametrize(("name", "implementation"), alternated(CASES))
-def test_results_and_gradients(name, implementation):
+def test_relative_biases_match_the_reference_with_gradients(name, implementation):
     function, *rest = CASES[name]
     given = [*operands(), *rest]
     assert has_only_distances(name)
@@ -204,7 +204,7 @@ def test_results_and_gradients(name, implementation):
 
 
 @BOTH
-def test_half_precision(implementation):
+def test_relative_biases_in_bfloat16_are_accurate(implementation):
     """What is read stays as exact as the table; its gradient is rounded by distance, and summed in float32."""
     given = [*operands(jnp.bfloat16), TABLE.astype(jnp.bfloat16)]
     fused = fuse(causal_table, implementation=implementation)
@@ -215,7 +215,7 @@ def test_half_precision(implementation):
 
 
 @BOTH
-def test_vmap_over_tables(implementation):
+def test_relative_biases_under_vmap_over_tables_match_the_reference(implementation):
     query, key, value = operands()
     tables = sized(3, 9, HEADS)
     fused = fuse(causal_table, implementation=implementation)
@@ -228,7 +228,7 @@ def test_vmap_over_tables(implementation):
 
 
 @BOTH
-def test_inside_shard_map(implementation):
+def test_relative_biases_inside_shard_map_match_the_reference(implementation):
     """The distances are the same on all devices, the offsets are not."""
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     each, whole = P("rows"), P()
@@ -249,7 +249,7 @@ def test_inside_shard_map(implementation):
     assert_close(compiled_quickly(sharded)(*given), (*(jnp.concatenate(x) for x in parts), sum(table)))
 
 
-def test_derivatives_of_gradients():
+def test_relative_biases_have_second_derivatives():
     query, key, value = operands()
 
     def penalty(function, table):
@@ -273,7 +273,7 @@ def test_derivatives_of_gradients():
     ],
     ids=["sum", "twice", "halves", "least", "bfloat16", "uint8"],
 )
-def test_other_functions_of_positions_are_made_by_pairs(index):
+def test_functions_of_positions_other_than_distance_are_read_as_pairs(index):
     def function(query, key, value, table):
         rows, columns = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])[None, :]
         return attention(query, key, value, jnp.take(table, index(rows, columns), mode="clip")[None, None])
@@ -305,7 +305,7 @@ def test_masks_of_numpy_are_known_while_tracing():
     ],
     ids=["product", "halves", "random", "other diagonal", "small", "weights"],
 )
-def test_other_constants_stay_as_they_are(constant):
+def test_constants_that_are_not_affine_in_positions_are_kept(constant):
     jaxpr = jax.make_jaxpr(lambda x: (x, jnp.asarray(constant)))(1.0)
     assert jaxpr.consts and with_positions(jaxpr) is jaxpr
 
@@ -323,7 +323,7 @@ def test_other_constants_stay_as_they_are(constant):
         np.stack([np.sin(np.arange(40)[:, None] - np.arange(30)[None, :])] * 2).astype(np.float32),
     ],
 )
-def test_constants_of_positions(constant):
+def test_affine_constants_are_computed_from_positions(constant):
     jaxpr = jax.make_jaxpr(lambda x: (x, jnp.asarray(constant)))(1.0)
     found = with_positions(jaxpr)
     assert all(np.size(x) < constant.size for x in found.consts)
@@ -339,7 +339,7 @@ def of_positions(query, key, value, table, positions):
 
 
 @BOTH
-def test_positions_that_are_arguments_are_pairs(implementation):
+def test_traced_positions_are_read_as_pairs(implementation):
     """Made by XLA with the keys of a head side by side, as kernels read them."""
     given = [*operands(), TABLE, jnp.arange(QUERIES)[::-1]]
     leaves = explain(of_positions)(*given).regions[0].leaves
@@ -350,7 +350,7 @@ def test_positions_that_are_arguments_are_pairs(implementation):
     assert_close(found, compiled_quickly(functools.partial(result_and_gradients, of_positions))(*given))
 
 
-def test_what_is_made_of_a_table_is_small():
+def test_relative_bias_program_has_no_array_of_queries_by_keys():
     """The program holds no array of queries by keys, nor does its gradient."""
     given = [*operands(), TABLE]
     program = jax.make_jaxpr(functools.partial(result_and_gradients, fuse(causal_table, implementation="triton")))
@@ -358,7 +358,7 @@ def test_what_is_made_of_a_table_is_small():
     assert f"{QUERIES},{KEYS}" not in text and f"{QUERIES + KEYS - 1}" in text
 
 
-def test_tiles_along_diagonals():
+def test_live_tiles_along_diagonals_cover_the_causal_triangle():
     """Of the causal triangle only diagonals on and below the main one, each with all of its tiles."""
     square = [x[:, :QUERIES] for x in operands()]
     ((region,),) = trace(causal_table, (*square, TABLE), {}).regions.values()
@@ -373,7 +373,7 @@ def test_tiles_along_diagonals():
 
 
 @pytest.mark.parametrize(("rows", "keys", "columns"), [(5, 7, 4), (8, 8, 4), (1, 3, 2), (9, 2, 2)])
-def test_tiles_of_distances(rows, keys, columns):
+def test_distance_tile_reads_values_by_distance(rows, keys, columns):
     line = jnp.arange(rows + keys - 1.0) + 1
     whole = np.asarray(line)[np.arange(rows)[:, None] - np.arange(keys) + keys - 1]
     for first in range(0, keys, columns):
@@ -400,7 +400,7 @@ def thresholds(apart, weights):
 
 
 @pytest.mark.parametrize("bias", [powers, waves, thresholds])
-def test_what_biases_are_made_of(bias):
+def test_relative_biases_from_compound_functions_match_the_reference(bias):
     """Stacks, joins, repetitions, sums and extremes along other axes than those of positions."""
 
     def function(query, key, value, weights):

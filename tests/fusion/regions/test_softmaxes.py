@@ -138,7 +138,7 @@ def with_gradients(function, arrays):
 
 
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_softmaxes_are_found(name, arrays):
+def test_softmax_spellings_match_the_reference_with_gradients(name, arrays):
     function = attention_of(SOFTMAXES[name])
     found = jax.jit(functools.partial(with_gradients, fuse(function, implementation="xla")))(arrays)
     for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
@@ -147,7 +147,7 @@ def test_softmaxes_are_found(name, arrays):
 
 @pytest.mark.parametrize("exponential", [jnp.exp, jnp.exp2])
 @pytest.mark.parametrize("factor", [1.0, 1.4426950408889634])
-def test_hidden_rows_of_scores_without_a_product(exponential, factor, arrays):
+def test_fully_masked_rows_of_scores_without_a_product_are_zero(exponential, factor, arrays):
     query, key, value = arrays
     is_seen = jnp.arange(query.shape[1]) % 3 > 0
 
@@ -174,7 +174,7 @@ def test_hidden_rows_of_scores_without_a_product(exponential, factor, arrays):
 
 
 @pytest.mark.parametrize("terms", ["truths", "integers"])
-def test_terms_that_are_no_floats_before_a_factor(terms, arrays):
+def test_non_float_terms_before_a_scale_match_the_reference(terms, arrays):
     positions = jnp.arange(arrays[0].shape[1])
 
     def softmax(x, positions):
@@ -191,7 +191,7 @@ def test_terms_that_are_no_floats_before_a_factor(terms, arrays):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6)
 
 
-def test_a_number_that_16_bits_lose_beside_the_sum(arrays):
+def test_epsilon_lost_in_bfloat16_beside_the_sum_matches_the_reference(arrays):
     def softmax(x):
         power = jnp.exp(x - largest(x))
         return power / (power.sum(axis=-1, keepdims=True) + jnp.bfloat16(1e-6))
@@ -202,7 +202,7 @@ def test_a_number_that_16_bits_lose_beside_the_sum(arrays):
     np.testing.assert_allclose(found.astype(jnp.float32), exact.astype(jnp.float32), rtol=0, atol=0.03)
 
 
-def test_values_of_whole_numbers_have_no_gradient(arrays):
+def test_integer_values_have_no_gradient(arrays):
     query, key, _ = arrays
     value = jnp.arange(query.size, dtype=jnp.int32).reshape(query.shape) % 7
 
@@ -259,7 +259,7 @@ GUARDED = {
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_rows_that_see_no_key_may_be_guarded(name, arrays):
+def test_guarded_fully_masked_rows_are_zero(name, arrays):
     function = attention_of(GUARDED[name])
     found = jax.jit(functools.partial(with_gradients, fuse(function, implementation="xla")))(arrays)
     for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
@@ -268,7 +268,7 @@ def test_rows_that_see_no_key_may_be_guarded(name, arrays):
 
 
 @pytest.mark.parametrize("name", ["a least sum", "a choice of quotients"])
-def test_guards_in_kernels(name, arrays):
+def test_guarded_fully_masked_rows_in_kernels_match_the_reference(name, arrays):
     function = attention_of(GUARDED[name])
     found = jax.jit(functools.partial(with_gradients, fuse(function, implementation="triton")))(arrays)
     for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
@@ -288,7 +288,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_guards_that_change_rows_with_keys_are_refused(name, arrays):
+def test_guards_that_change_visible_rows_raise_not_fusible(name, arrays):
     with pytest.raises(NotFusible):
         fuse(attention_of(CHANGED[name]))(*arrays)
 
@@ -305,14 +305,14 @@ MISUSED = {
 
 
 @pytest.mark.parametrize("name", MISUSED)
-def test_what_is_done_to_a_softmax_is_named(name, arrays):
+def test_unsupported_operations_on_a_softmax_are_named_in_the_error(name, arrays):
     change, words = MISUSED[name]
     with pytest.raises(NotFusible, match=words):
         fuse(attention_of(change))(*arrays)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_has_other_gradients_or_values_is_refused(name, arrays):
+def test_softmax_lookalikes_raise_not_fusible_and_run_as_written_with_fallback(name, arrays):
     with pytest.raises(NotFusible, match=r"a value computed from all scores of a row|of a softmax"):
         fuse(attention_of(OTHERS[name]))(*arrays)
     function = attention_of(OTHERS[name])
@@ -322,7 +322,7 @@ def test_what_has_other_gradients_or_values_is_refused(name, arrays):
 
 
 @pytest.mark.parametrize(("hidden", "most"), [(-1e5, 0.004), (-1e6, 0.032), (-1e7, 0.65)])
-def test_rows_that_finite_numbers_hide_lose_digits_of_gradients(hidden, most, arrays):
+def test_rows_masked_by_finite_numbers_lose_bounded_gradient_precision(hidden, most, arrays):
     """As the guide says: weights are off by the rounding of one number of a row, half a unit in its last place."""
     seen = jnp.arange(arrays[0].shape[1]) % 3 > 0
     pairs = (seen[:, None] & seen[None, :])[None, None]

@@ -156,7 +156,7 @@ def results(function, floats):
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-def test_what_is_fused_is_right(seeds):
+def test_randomly_changed_softmaxes_that_fuse_match_the_reference(seeds):
     fused = []
     for seed in seeds:
         chosen, (floats, masks) = choices(seed), operands(seed)
@@ -174,7 +174,7 @@ def test_what_is_fused_is_right(seeds):
     assert len(fused) >= FEWEST_FUSED * len(seeds)
 
 
-def test_nothing_changed():
+def test_unchanged_softmax_by_hand_matches_the_reference():
     (floats, masks) = operands(0)
     function = attention(AS_IT_IS, masks)
     assert_alike(results(fuse(function), floats), results(function, floats))

@@ -167,7 +167,7 @@ def with_gradients(function, arrays):
 
 
 @pytest.mark.parametrize(("name", "implementation"), alternated(CASES))
-def test_fused_functions_agree(name, implementation):
+def test_attention_spellings_match_the_reference_with_gradients(name, implementation):
     function, *others = CASES[name]
     arrays = operands(others)
     found = with_gradients(fuse(function, implementation=implementation), arrays)
@@ -176,7 +176,7 @@ def test_fused_functions_agree(name, implementation):
 
 
 @pytest.mark.parametrize("name", ["divided_last_by_heads", "times_one_over", "tied_rows"])
-def test_nothing_of_all_scores_is_left_outside(name):
+def test_attention_spellings_leave_no_scores_outside(name):
     function, *others = CASES[name]
     found = explain(function)(*operands(others))
     (region,) = found.regions
@@ -184,7 +184,7 @@ def test_nothing_of_all_scores_is_left_outside(name):
     assert not {"dot_general", "exp", "reduce_sum"} & set(found.outside)
 
 
-def test_a_reciprocal_of_another_number_is_no_softmax():
+def test_reciprocal_of_another_numerator_raises_not_fusible():
     with pytest.raises(NotFusible):
         fuse(times_reciprocal(lambda total: 2 / total))(*operands())
 
@@ -210,7 +210,7 @@ def two_axes(query, key, value):
         (two_axes, "`integer_pow` of a softmax"),
     ],
 )
-def test_what_is_not_fused_is_refused_in_words(function, words):
+def test_unfusible_spellings_are_named_in_the_error(function, words):
     arrays = operands()
     with pytest.raises(NotFusible, match=words):
         fuse(function)(*arrays)
@@ -224,7 +224,7 @@ def test_what_is_not_fused_is_refused_in_words(function, words):
         (("int32", "int32", "float32"), "int8, got int32"),
     ],
 )
-def test_kernels_say_which_dtypes_they_take(dtypes, words):
+def test_kernels_with_unsupported_dtypes_raise_not_implemented_error(dtypes, words):
     def attention(query, key, value):
         scores = lax.dot_general(query, key, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
         return jnp.matmul(jax.nn.softmax(scores / 4, axis=-1), value, preferred_element_type=jnp.float32)
@@ -281,7 +281,7 @@ def pairs_and_tokens(x, layers):
 
 
 @pytest.mark.parametrize("model", [decoder, decoder_of_experts, pairs_and_tokens])
-def test_all_attention_of_a_model_is_fused_and_nothing_else(model):
+def test_models_fuse_all_attention_and_nothing_else(model):
     lead = (BATCH,) if model is decoder_of_experts else ()
     projection = (_scaled(WIDTH, WIDTH), _normal(WIDTH) / 4)
     layer = [projection] * 3 + [_scaled(*lead, WIDTH, 40), _scaled(*lead, 40, WIDTH)]
@@ -296,7 +296,7 @@ def test_all_attention_of_a_model_is_fused_and_nothing_else(model):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * largest)
 
 
-def test_loops_that_may_have_attention_are_named():
+def test_explain_names_loops_that_may_contain_attention():
     def model(query, key, value):
         attention = attention_of(lambda scores: scores)
         first = attention(query, key, value)
@@ -310,7 +310,7 @@ def test_loops_that_may_have_attention_are_named():
 
 @pytest.mark.parametrize("implementation", ["xla", "triton", None])
 @pytest.mark.parametrize("shape", [(0, 20, 20, 16), (2, 0, 20, 16), (2, 20, 0, 16), (2, 20, 20, 0)])
-def test_empty_arrays(shape, implementation):
+def test_fuse_of_empty_arrays_keeps_shapes(shape, implementation):
     batch, queries, keys, width = shape
     arrays = [jnp.ones((batch, queries, width)), jnp.ones((batch, keys, width)), jnp.ones((batch, keys, 8))]
     function = attention_of(lambda scores: scores)

@@ -50,11 +50,11 @@ def operands():
 
 @pytest.mark.parametrize("function", [sigmoid, squared, divided, divided_late, of_heads])
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_results_and_gradients(function, implementation):
+def test_unbatched_attention_matches_the_reference_with_gradients(function, implementation):
     assert_fused(function, operands(), implementation)
 
 
-def test_a_map_of_what_is_fused():
+def test_unbatched_attention_under_vmap_matches_the_reference():
     given = [jnp.stack([x, 0.5 * x]) for x in operands()]
     assert_fused(jax.vmap(sigmoid), given)
     mapped = jax.vmap(fuse(sigmoid))(*given)
@@ -71,13 +71,13 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_are_no_attention(name):
+def test_unbatched_dense_layers_raise_not_fusible(name):
     layer, up, down = LAYERS[name]
     with pytest.raises(NotFusible):
         fuse(layer)(*arrays((QUERIES, WIDTH), up, down))
 
 
-def test_beside_attention_it_stays_as_it_is():
+def test_unbatched_sigmoid_attention_beside_a_softmax_is_not_fused():
     """What may be a layer is computed by XLA where there is attention with a softmax."""
 
     def model(query, key, value):
@@ -89,7 +89,7 @@ def test_beside_attention_it_stays_as_it_is():
     assert_fused(model, operands())
 
 
-def test_what_breaks_a_rule_elsewhere_is_still_refused():
+def test_unfusible_softmax_beside_unbatched_attention_raises_not_fusible():
     def model(query, key, value):
         return jnp.sort(jax.nn.softmax(query @ key.T)) @ value + sigmoid(query, key, value)
 

@@ -163,7 +163,7 @@ ZIGZAG = {"collective-permute": 8}
     ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
 )
 @pytest.mark.division("tokens", "gradients", operation="fuse")
-def test_tokens_are_exchanged_for_key_heads(function, more, kind, collectives):
+def test_ulysses_exchanges_tokens_for_key_heads(function, more, kind, collectives):
     arrays, specs = [*operands(), *(x for x, _ in more.values())], [*[T] * 3, *(spec for _, spec in more.values())]
     context = ContextParallel("model")
     assert_shared(function, arrays, specs, kind, context, collectives=EXCHANGES | collectives, count=count_of(more))
@@ -184,7 +184,7 @@ def test_tokens_are_exchanged_for_key_heads(function, more, kind, collectives):
     ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
 )
 @pytest.mark.division("tokens", "fewer key heads", "gradients", operation="fuse")
-def test_keys_are_gathered_where_devices_do_not_divide_key_heads(function, more, kind, collectives):
+def test_gather_is_chosen_where_devices_do_not_divide_key_heads(function, more, kind, collectives):
     arrays = [*operands(key_heads=2), *(x for x, _ in more.values())]
     specs = [*[T] * 3, *(spec for _, spec in more.values())]
     context = ContextParallel("model")
@@ -213,25 +213,25 @@ def count_of(more):
     ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
 )
 @pytest.mark.division("tokens", "fewer key heads", "gradients", operation="fuse")
-def test_keys_travel_around_devices(function, more, kind, moves):
+def test_ring_passes_keys_around_devices(function, more, kind, moves):
     arrays = [*operands(key_heads=2), *(x for x, _ in more.values())]
     specs = [*[T] * 3, *(spec for _, spec in more.values())]
     context = ContextParallel("model", "ring")
     assert_shared(function, arrays, specs, kind, context, collectives=moves, count=count_of(more))
 
 
-def test_keys_travel_where_weights_are_no_softmax():
+def test_ring_with_weights_without_softmax_matches_one_device():
     arrays, context = random_arrays(*[(1, TOKENS, 2, WIDTH)] * 3), ContextParallel("model", "ring")
     assert_shared(squared, arrays, [T] * 3, "explicit", context, shape=(1, 2))
 
 
-def test_biases_by_distance_are_read_for_keys_that_travel():
+def test_ring_reads_relative_biases_for_passed_keys():
     arrays, context = [*operands(key_heads=2), TABLE], ContextParallel("model", "ring")
     moves = {"collective-permute": 16 + 8, "all-reduce": 1}
     assert_shared(relative, arrays, [T, T, T, P()], "explicit", context, shape=(1, 2), collectives=moves, count=4)
 
 
-def test_gradients_of_gradients_are_those_of_one_device():
+def test_ring_second_derivatives_match_one_device():
     arrays, mesh = operands(key_heads=2), make_mesh("automatic", (1, 2))
 
     def curvature(function):
@@ -247,7 +247,7 @@ def test_gradients_of_gradients_are_those_of_one_device():
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5 * np.abs(other).max())
 
 
-def test_batch_rows_or_heads_are_divided_over_another_axis():
+def test_context_parallel_with_sharded_batch_or_heads_matches_one_device():
     context = ContextParallel("model", "gather", batch_axes=("data",))
     moves = GATHERS["automatic"] | ZIGZAG
     assert_shared(causal, operands(2), [P("data", "model")] * 3, "automatic", context, shape=(2, 2), collectives=moves)
@@ -257,7 +257,7 @@ def test_batch_rows_or_heads_are_divided_over_another_axis():
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ring"])
-def test_mapped_layers_that_are_computed_again_share_tokens(strategy):
+def test_context_parallel_under_vmap_scan_and_checkpoint_matches_one_device(strategy):
     def layers(query, key, value):
         step = jax.checkpoint(lambda x, _: (causal(x, key, value), None))
         return jax.lax.scan(step, query, None, length=2)[0]
@@ -270,13 +270,13 @@ def test_mapped_layers_that_are_computed_again_share_tokens(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "gather"])
-def test_fewer_keys_than_queries_are_whole_on_every_device(strategy):
+def test_context_parallel_with_fewer_keys_than_queries_replicates_keys(strategy):
     query, key, value = operands()
     arrays = [query, key[:, :45], value[:, :45]]
     assert_shared(everything, arrays, [T, P(), P()], "explicit", ContextParallel("model", strategy))
 
 
-def test_heads_and_tokens_in_one_axis_are_shared():
+def test_context_parallel_with_heads_and_tokens_in_one_axis_matches_one_device():
     def folded(query, key, value):
         query, key, value = (x.reshape(1, HEADS, TOKENS, WIDTH).transpose(0, 2, 1, 3) for x in (query, key, value))
         return causal(query, key, value).transpose(0, 2, 1, 3).reshape(HEADS * TOKENS, WIDTH)
@@ -287,13 +287,13 @@ def test_heads_and_tokens_in_one_axis_are_shared():
     np.testing.assert_allclose(found, folded(*arrays), atol=1e-5)
 
 
-def test_axis_of_one_device_shares_nothing():
+def test_context_parallel_over_one_device_has_no_collectives():
     odd = operands(key_heads=1, tokens=33)
     context = ContextParallel("data", "ulysses")
     assert_shared(causal, odd, [P(None, "data")] * 3, "explicit", context, collectives={})
 
 
-def test_triton_kernels_share_tokens():
+def test_context_parallel_triton_kernels_match_one_device():
     assert_shared(
         causal, operands(), [T] * 3, "explicit", ContextParallel("model", "gather"), implementation="triton",
         collectives=GATHERS["explicit"] | ZIGZAG,
@@ -311,7 +311,7 @@ def test_triton_kernels_share_tokens():
         ("gather", 2, "automatic", "xla", 1.2),
     ],
 )
-def test_sums_of_gradients_over_devices_are_rounded_once(strategy, key_heads, kind, implementation, most):
+def test_context_parallel_gradients_are_rounded_once(strategy, key_heads, kind, implementation, most):
     context, mesh = ContextParallel("model", strategy), make_mesh(kind, (1, 2))
     wide = [*operands(key_heads=key_heads), DENSE]
     narrow = [x.astype(jnp.bfloat16) for x in wide]
@@ -329,7 +329,7 @@ def test_sums_of_gradients_over_devices_are_rounded_once(strategy, key_heads, ki
         assert error <= most * error_of_one, (error, error_of_one)
 
 
-def test_explanation_says_what_is_chosen():
+def test_explain_names_the_chosen_strategy():
     def chosen(function, key_heads, strategy=None):
         context = ContextParallel("model", strategy, mesh=make_mesh("automatic", (1, 4)))
         (region,) = explain(fuse(function, context_parallel=context))(*operands(key_heads=key_heads)).regions
@@ -361,13 +361,13 @@ def test_explanation_says_what_is_chosen():
         ),
     ],
 )
-def test_what_cannot_be_shared_is_refused(context, change, message):
+def test_unsupported_context_parallel_calls_raise_value_error(context, change, message):
     mesh = make_mesh("explicit", (1, 4))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         fuse(causal, context_parallel=context)(*(shard(mesh, x, P()) for x in operands(**change)))
 
 
-def test_calls_where_tokens_cannot_be_shared_are_refused():
+def test_context_parallel_in_unsupported_places_raises_value_error():
     mesh = make_mesh("automatic", (1, 4))
     attend_shared = fuse(causal, context_parallel=ContextParallel("model", mesh=mesh))
     with pytest.raises(ValueError, match=r"inside of `jax.shard_map`.* needs `token_axes`; .* or call it outside"):
@@ -456,7 +456,7 @@ def test_triton_kernels_inside_of_shard_map_equal_one_device():
     ],
     ids=["context", "others", "heads", "too few", "mixed", "length"],
 )
-def test_fuse_inside_of_shard_map_refuses_what_it_cannot_share(change, message):
+def test_fuse_inside_shard_map_with_unsupported_arguments_raises_value_error(change, message):
     mesh = make_mesh("automatic", (2, 2))
     context = ContextParallel("model", "gather")
     fused = fuse(change.get("function", causal), context_parallel=context, token_axes=change.get("token_axes", 1))
@@ -467,7 +467,7 @@ def test_fuse_inside_of_shard_map_refuses_what_it_cannot_share(change, message):
         jax.eval_shape(inside(fused), *arrays)
 
 
-def test_second_derivatives_of_gathered_keys_inside_of_shard_map_are_refused():
+def test_second_derivatives_of_gathered_keys_inside_shard_map_raise_not_implemented_error():
     mesh = make_mesh("automatic", (1, 4))
     fused = fuse(causal, context_parallel=ContextParallel("model", "gather"), token_axes=1)
     inside = in_shard_map(mesh, [T] * 3)(fused)

@@ -98,11 +98,11 @@ def test_functions_of_scores_keep_their_derivatives(function, implementation):
 
 @BOTH
 @pytest.mark.parametrize("function", (jax.nn.relu, squared_relu, clipped), ids=lambda function: function.__name__)
-def test_weights_that_are_functions_of_scores(function, implementation):
+def test_weight_functions_keep_their_custom_derivatives(function, implementation):
     assert_same_gradients(functools.partial(linear_attention, function), implementation)
 
 
-def test_half_a_derivative_would_be_seen():
+def test_relu_without_its_custom_derivative_has_another_gradient():
     """Where JAX opens `relu`, the derivative at 0 is 1/2."""
     opened = gradients(functools.partial(attention, lambda x: jnp.maximum(x, 0.0)))(*operands())
     kept = gradients(functools.partial(attention, jax.nn.relu))(*operands())
@@ -144,12 +144,12 @@ scaled.defvjp(
 
 
 @pytest.mark.parametrize("function", (centred, lambda x: scaled(x, jnp.ones(()))), ids=("centred", "scaled"))
-def test_derivatives_of_whole_rows_are_refused(function):
+def test_custom_derivatives_of_whole_rows_raise_not_fusible(function):
     with pytest.raises(NotFusible, match=r"`custom_vjp_call` has a derivative of its own .*test_deriv.*:\d+"):
         fuse(functools.partial(attention, function))(*operands())
 
 
-def test_derivatives_of_biases_need_no_tile():
+def test_custom_derivatives_of_biases_are_kept():
     """What has no scores is computed as it stands, whatever its derivative is."""
     bias = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 24, 24)), jnp.float32)
     query, key, _ = operands()
@@ -185,7 +185,7 @@ def with_own_softmax(query, key, value):
     ((with_own_softmax, "a derivative of its own"), (lambda *x: own_attention(*x), "a custom derivative")),
     ids=("softmax", "attention"),
 )
-def test_derivatives_of_whole_softmaxes_are_refused(function, reason):
+def test_custom_derivatives_of_whole_softmaxes_raise_not_fusible(function, reason):
     with pytest.raises(NotFusible, match=rf"`custom_vjp_call`.* has {reason}") as failure:
         fuse(function)(*operands())
     assert "test_derivatives.py:" in str(failure.value)
@@ -222,7 +222,7 @@ def penalty(function, places, *inputs):
     ("implementation", "places"),
     [(None, (0, 1, 2, 3, 4)), ("xla", (0,)), pytest.param("triton", (0, 1, 2, 3, 4), marks=NEEDS_TRITON)],
 )
-def test_second_derivatives(implementation, places):
+def test_second_derivatives_match_the_reference(implementation, places):
     """Gradients of gradients by every input, also by those that the first gradient is not of."""
     inputs = inputs_with_sink()
     fused = fuse(with_sink, implementation=implementation)
@@ -234,7 +234,7 @@ def test_second_derivatives(implementation, places):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
 
 
-def test_third_derivatives_and_vmap_of_second_ones():
+def test_third_derivatives_under_vmap_match_the_reference():
     query, key, value, bias, sink = inputs_with_sink()
 
     def third(function):
@@ -248,7 +248,7 @@ def test_third_derivatives_and_vmap_of_second_ones():
     np.testing.assert_allclose(third(fuse(with_sink)), expected, atol=1e-4 * np.abs(expected).max())
 
 
-def test_second_derivatives_of_rows_that_see_no_key_and_of_dropout():
+def test_second_derivatives_with_masked_rows_and_dropout_match_the_reference():
     """Numbers stay finite, and the mask is that of the forward pass: outputs are linear in values."""
     query, key, value, *_ = inputs_with_sink()
 
@@ -274,7 +274,7 @@ def test_second_derivatives_of_rows_that_see_no_key_and_of_dropout():
 
 
 @pytest.mark.parametrize("implementation", (None, *NAMES))
-def test_forward_mode_is_refused(implementation):
+def test_forward_mode_raises_type_error(implementation):
     inputs = inputs_with_sink()
     fused = fuse(with_sink, implementation=implementation)
     with pytest.raises(TypeError, match="does not support forward-mode differentiation"):

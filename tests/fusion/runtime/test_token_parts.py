@@ -58,7 +58,7 @@ def shared_axes(x, weights, table):
     ],
     ids=["product", "transpose", "groups", "concatenate", "norm", "shared axis", "sort", "elements", "positions"],
 )
-def test_parts_of_results_are_results_of_parts(function, axis):
+def test_results_of_token_shards_are_shards_of_the_results(function, axis):
     whole = np.split(np.asarray(function(X, WEIGHTS, TABLE)), COUNT, axis)
     for rank in range(COUNT):
         (found,) = results_of_part(function, rank, X, WEIGHTS, TABLE)
@@ -83,7 +83,7 @@ def test_parts_of_results_are_results_of_parts(function, axis):
     ],
     ids=lambda x: x if isinstance(x, str) and ":" not in x else "",
 )
-def test_equation_that_mixes_tokens_is_refused_with_its_line(function, name, reason):
+def test_equation_that_mixes_tokens_raises_value_error_with_its_line(function, name, reason):
     message = f"`{name}` at .*test_token_parts.*may{reason}.*; compute it before or after the fused function"
     with pytest.raises(ValueError, match=message):
         results_of_part(function, 0, X)

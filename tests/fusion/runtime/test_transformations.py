@@ -75,7 +75,7 @@ EACH_DEVICE = P("rows", None, "heads")
 @EACH
 @pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.division("batch", "heads", "gradients", operation="fuse", kind="manual")
-def test_shard_map_over_rows_and_heads(implementation, is_checked):
+def test_shard_map_over_batch_and_heads_matches_one_device(implementation, is_checked):
     """The bias has no axis of rows: its gradient is added up over the devices that share it."""
     sharded = jax.shard_map(
         fuse(biased, implementation=implementation),
@@ -89,7 +89,7 @@ def test_shard_map_over_rows_and_heads(implementation, is_checked):
 
 
 @EACH
-def test_gradients_inside_shard_map(implementation):
+def test_gradients_inside_shard_map_match_one_device(implementation):
     """Keys and values are the same on all devices; documents are an array that differs between them."""
     query, key, value, _ = operands()
     documents = jnp.asarray(np.arange(TOKENS)[None] // np.asarray([[7], [16]]), jnp.int32)
@@ -119,7 +119,7 @@ def test_gradients_inside_shard_map(implementation):
 
 
 @EACH
-def test_explicit_shardings(implementation):
+def test_explicit_shardings_match_one_device(implementation):
     explicit = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu"))
     inputs = operands()
     compute = jax.jit(functools.partial(results_and_gradients, fuse(biased, implementation=implementation)))
@@ -130,7 +130,7 @@ def test_explicit_shardings(implementation):
 
 
 @EACH
-def test_dropout_under_shard_map(implementation):
+def test_dropout_under_shard_map_draws_by_local_positions(implementation):
     """Each device draws what a call of its part would: from its key, at its own places."""
     query, key, value, _ = operands()
     keys = jax.random.split(jax.random.key(0), 2)
@@ -152,7 +152,7 @@ def test_dropout_under_shard_map(implementation):
 
 
 @EACH
-def test_checkpoint_scan_and_donation(implementation):
+def test_checkpoint_scan_and_donation_match_the_reference(implementation):
     """A training step through layers that are recomputed, whose arguments are donated."""
     weights = 0.2 * arrays((2, WIDTH, WIDTH))[0]
     query, _, _, bias = operands()
@@ -175,7 +175,7 @@ def test_checkpoint_scan_and_donation(implementation):
     assert weights.is_deleted()
 
 
-def test_vmap_of_gradients_and_gradients_of_vmap():
+def test_vmap_of_gradients_matches_the_reference():
     query, key, value, bias = operands()
     fused = fuse(biased)
 
@@ -186,7 +186,7 @@ def test_vmap_of_gradients_and_gradients_of_vmap():
     assert_close(found, jax.jit(jax.vmap(functools.partial(single, biased)))(query, key, value))
 
 
-def test_export():
+def test_export_round_trips():
     """A fused function in a serialised program, where XLA computes it."""
     compute = functools.partial(results_and_gradients, fuse(biased, implementation="xla"))
     exported = jax.export.export(jax.jit(compute), platforms=["cpu"])(*operands())
@@ -194,7 +194,7 @@ def test_export():
     assert_close(restored.call(*operands()), jax.jit(functools.partial(results_and_gradients, biased))(*operands()))
 
 
-def test_einops():
+def test_einops_layouts_match_the_reference():
     """Axes that are moved and merged by einops, before and after."""
     import einops
 
@@ -220,7 +220,7 @@ def usual_promotion():
 
 
 @EACH
-def test_attention_of_nnx_modules(usual_promotion, implementation):
+def test_nnx_attention_modules_match_the_reference(usual_promotion, implementation):
     (x,) = arrays((ROWS, TOKENS, 32))
     mask = nnx.make_causal_mask(jnp.ones((ROWS, TOKENS)))
 
@@ -235,7 +235,7 @@ def test_attention_of_nnx_modules(usual_promotion, implementation):
     assert not fused.fallbacks
 
 
-def test_attention_of_linen_modules(usual_promotion):
+def test_linen_attention_modules_match_the_reference(usual_promotion):
     (x,) = arrays((ROWS, TOKENS, 32))
     mask = nn.make_causal_mask(jnp.ones((ROWS, TOKENS)))
 
@@ -247,7 +247,7 @@ def test_attention_of_linen_modules(usual_promotion):
     assert_close(gradients(fuse(nn.dot_product_attention)), gradients(nn.dot_product_attention))
 
 
-def test_methods_of_nnx_modules(usual_promotion):
+def test_fused_functions_inside_nnx_modules_match_the_reference(usual_promotion):
     """A fused method: parameters of the module are arguments, as JAX sees them."""
 
     class Attention(nnx.Module):

@@ -91,7 +91,7 @@ def test_results_are_exact(name, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_double_precision(implementation):
+def test_append_in_float64_is_exact(implementation):
     case = dataclasses.replace(CASES["rotary"], dtype="float64", rotary=RotaryCase(dtype="float64"), block_size=4)
     with jax.enable_x64(True):
         arguments = case.arguments()
@@ -99,7 +99,7 @@ def test_double_precision(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_what_has_no_place_is_dropped(implementation):
+def test_append_drops_tokens_without_a_page(implementation):
     case = AppendCase(before=(4,) * 8, new=(4,) * 8, page_size=3, block_size=2, max_blocks=8)
     arguments = case.arguments()
     capacity = case.max_pages * case.page_size
@@ -115,7 +115,7 @@ def test_what_has_no_place_is_dropped(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_lengths_of_queries_are_clipped(implementation):
+def test_append_clips_query_lengths(implementation):
     case = AppendCase(before=(4, 4, 4), new=(2, 3, 1))
     arguments = case.arguments()
     arguments["query_lengths"] = np.asarray([-3, 99, 1], np.int32)
@@ -124,7 +124,7 @@ def test_lengths_of_queries_are_clipped(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_numbers_at_the_edges_of_eight_bits(dtype, implementation):
+def test_append_rounds_float8_to_nearest_even_and_saturates(dtype, implementation):
     """Halfway between two numbers the even one, beyond the largest that, below the smallest zero; NaN stays NaN."""
     case = AppendCase(before=(0,), new=(1,), key_heads=1, head_dim=1024, dtype="float32", key_dtype=dtype, value_dim=4)
     arguments = case.arguments()
@@ -143,7 +143,7 @@ def test_numbers_at_the_edges_of_eight_bits(dtype, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_computed_scales_of_zeros_and_of_nan(implementation):
+def test_append_computed_scales_of_zeros_and_nan_are_tiny_and_nan(implementation):
     case = CASES["computed scales"]
     arguments = case.arguments()
     arguments["key"][0, 0], arguments["key"][0, 1, 0, 3] = 0, np.nan
@@ -155,7 +155,7 @@ def test_computed_scales_of_zeros_and_of_nan(implementation):
     assert np.isfinite(scales[places[1]][1]) and np.isfinite(keys[places[2]]).all()
 
 
-def test_outside_of_jit_values_are_checked_and_results_the_same():
+def test_append_outside_jit_equals_the_compiled_call():
     case = CASES["centroids"]
     arguments = case.arguments()
     results = dict(zip(case.written, map(np.asarray, case.append(None)(**arguments)), strict=True))
@@ -165,7 +165,7 @@ def test_outside_of_jit_values_are_checked_and_results_the_same():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("pages, tokens", [(0, 1), (2, 0)])
-def test_nothing_to_write(pages, tokens, implementation):
+def test_append_with_nothing_to_write_keeps_the_pages(pages, tokens, implementation):
     key, pool = jnp.ones((2, tokens, 1, 8)), jnp.ones((pages, 4, 1, 8))
     table, lengths = jnp.zeros((2, 3), jnp.int32), jnp.full(2, tokens, jnp.int32)
     append = jax.jit(functools.partial(append_to_pages, implementation=implementation))
@@ -173,7 +173,7 @@ def test_nothing_to_write(pages, tokens, implementation):
         np.testing.assert_array_equal(result, pool)
 
 
-def test_blocks_are_chosen_by_appended_centroids():
+def test_moba_over_appended_centroids_matches_moba_over_all_keys():
     """MoBA over a cache and means that grew in two steps is the last rows of MoBA over all keys."""
     generator = np.random.default_rng(0)
     query, key, value = (jnp.asarray(generator.normal(size=(2, 70, 2, 16)), jnp.float32) for _ in range(3))
@@ -200,7 +200,7 @@ def test_blocks_are_chosen_by_appended_centroids():
     np.testing.assert_allclose(actual, attend_to_all(query, key, value), atol=1e-5)
 
 
-def test_attention_sees_what_was_appended():
+def test_paged_attention_over_appended_tokens_matches_the_reference():
     """A cache grown token by token is one to attend to, with the very scales that were appended."""
     generator = np.random.default_rng(0)
     query, key, value = (jnp.asarray(generator.normal(size=(2, 9, 1, 16)), jnp.float32) for _ in range(3))
@@ -238,7 +238,7 @@ def split_arguments(case):
 
 
 @pytest.mark.parametrize("name", ["one token", "packed", "centroids, packed, rotary, computed scales"])
-def test_donated_pages_are_written_in_place(name):
+def test_append_writes_donated_pages_in_place(name):
     case = CASES[name]
     written, others = split_arguments(case)
     places = {name: x.unsafe_buffer_pointer() for name, x in written.items()}
@@ -250,7 +250,7 @@ def test_donated_pages_are_written_in_place(name):
 
 @needs_triton
 @pytest.mark.parametrize("name", ["one token", "centroids, packed, rotary, computed scales"])
-def test_one_kernel_that_takes_donated_pages_over(name):
+def test_append_lowers_to_one_kernel_on_donated_pages(name):
     """Lowered for a GPU that need not be here: one launch, whose results are its own operands, themselves donated."""
     case = CASES[name]
     written, others = split_arguments(case)
@@ -289,7 +289,7 @@ MAPPED = {
         pytest.param("centroids, packed, rotary, computed scales", "shared pages", "triton", marks=needs_triton),
     ],
 )
-def test_vmap_is_a_loop(name, mapping, implementation):
+def test_append_under_vmap_matches_single_calls(name, mapping, implementation):
     case = CASES[name]
     both = [case.arguments(seed) for seed in (0, 1)]
     axes = {key: MAPPED[mapping].get(key, 0) for key in both[0]}
@@ -304,7 +304,7 @@ def test_vmap_is_a_loop(name, mapping, implementation):
         assert_appended(case, actual, arguments)
 
 
-def test_vmap_over_tables_of_rotary():
+def test_append_under_vmap_over_rotary_tables_equals_single_calls():
     case = CASES["rotary"]
     arguments, rotary = case.arguments(), case.rotary_argument()
     cos = jnp.stack([rotary.cos, 2 * rotary.cos])
@@ -317,7 +317,7 @@ def test_vmap_over_tables_of_rotary():
         np.testing.assert_array_equal(bits(np.asarray(mapped[element])), bits(np.asarray(append(cos[element]))))
 
 
-def test_differentiation_is_refused():
+def test_append_differentiation_raises_type_error():
     case = dataclasses.replace(CASES["one token"], dtype="float32")
     arguments = {name: jnp.asarray(x) for name, x in case.arguments().items()}
 
@@ -333,7 +333,7 @@ def test_differentiation_is_refused():
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.division("batch", "heads", operation="append", kind="manual")
-def test_shard_map_over_pools_and_heads(implementation):
+def test_append_in_shard_map_over_pools_and_heads_is_exact(implementation):
     case = CASES["centroids, packed, rotary, computed scales"]
     both = [case.arguments(seed) for seed in (0, 1)]
     stacked = {name: np.stack([one[name] for one in both]) for name in both[0]}
@@ -356,7 +356,7 @@ def test_shard_map_over_pools_and_heads(implementation):
 
 @pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize("name, rows", [("contiguous", "x"), ("centroids", None)])
-def test_explicit_shardings(name, rows, is_jitted):
+def test_append_with_explicit_shardings_is_exact(name, rows, is_jitted):
     case = dataclasses.replace(CASES[name], before=(3, 20), new=(4, 4), rotary=RotaryCase())
     arguments = case.arguments()
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu"))
@@ -375,7 +375,7 @@ def test_explicit_shardings(name, rows, is_jitted):
     assert_appended(case, {name: np.asarray(x) for name, x in zip(case.written, results, strict=True)}, arguments)
 
 
-def test_export_round_trip():
+def test_append_export_round_trips():
     case = CASES["one token"]
     arguments = case.arguments()
     exported = jax.export.export(jax.jit(case.append(None)), platforms=["cpu"])(**arguments)
@@ -434,13 +434,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_explained(name):
+def test_append_with_invalid_arguments_raises_value_error(name):
     changes, message = MISTAKES[name]
     with pytest.raises(ValueError, match=message):
         append_to_pages(**GOOD | changes)
 
 
-def test_offsets_are_checked():
+def test_append_with_invalid_offsets_raises_value_error():
     packed = GOOD | dict(key=array(6, 2, 8), value=array(6, 2, 6))
     for offsets, message in {
         (0, 7, 6): "must not decrease",
@@ -454,14 +454,14 @@ def test_offsets_are_checked():
         append_to_pages(**packed, query_offsets=offsets, query_lengths=lengths)
 
 
-def test_double_precision_is_for_array_code():
+def test_append_in_float64_with_triton_raises_not_implemented_error():
     with jax.enable_x64(True):
         doubles = {name: x.astype("float64") for name, x in GOOD.items() if x.dtype == "float32"}
         with pytest.raises(NotImplementedError, match=r"`key` is float64; use implementation='xla'"):
             append_to_pages(**GOOD | doubles, implementation="triton")
 
 
-def test_finite_range_of_dtypes():
+def test_eight_bit_float_table_matches_ml_dtypes():
     """The table of eight-bit dtypes has the limits of ml_dtypes."""
     for name, narrow in EIGHT_BIT_FLOATS.items():
         limits = ml_dtypes.finfo(name)

@@ -66,7 +66,7 @@ CASES = {
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_values(implementation, name):
+def test_output_and_gradients_are_accurate(implementation, name):
     case = CASES[name]
     assert_accurate(case, case.results(implementation), case.operands())
 
@@ -114,7 +114,7 @@ def cases(draw, longest: int, dtypes: tuple[str, ...]) -> Case:
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
 @hypothesis.given(data=st.data())
-def test_drawn_values(implementation, data):
+def test_drawn_cases_are_accurate(implementation, data):
     case = data.draw(cases(longest=70, dtypes=("float32", "bfloat16", "float16")))
     assert_accurate(case, case.results(implementation), case.operands())
 
@@ -122,7 +122,7 @@ def test_drawn_values(implementation, data):
 @pytest.mark.parametrize("implementation", INTERPRETED)
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(data=st.data())
-def test_drawn_values_in_interpreters(implementation, data):
+def test_drawn_cases_in_interpreters_are_accurate_or_declined(implementation, data):
     """Kernels take what they declare, and say what they do not take."""
     case = data.draw(cases(longest=24, dtypes=("float32", "bfloat16", "float16")))
     try:
@@ -135,7 +135,7 @@ def test_drawn_values_in_interpreters(implementation, data):
 
 @pytest.mark.parametrize("implementation", INTERPRETED)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_values_in_interpreters(implementation, dtype):
+def test_interpreted_kernels_are_accurate(implementation, dtype):
     """A call that every kernel supports."""
     case = Case(lengths=(64, 64), block_size=64, head_dim=64, dtype=dtype, query_heads=2, key_heads=1)
     assert_accurate(case, case.results(implementation), case.operands())
@@ -143,7 +143,7 @@ def test_values_in_interpreters(implementation, dtype):
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["partial tails", "offsets", "rotary, offsets, per token", "rotary, lengths"])
-def test_double_precision(implementation, name):
+def test_float64_results_are_accurate(implementation, name):
     case = dataclasses.replace(CASES[name], dtype="float64")
     with jax.enable_x64(True):
         assert_accurate(case, case.results(implementation), case.operands())
@@ -151,7 +151,7 @@ def test_double_precision(implementation, name):
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["partial tails", "offsets", "lengths, no padding", "rotary, tables per token"])
-def test_values_with_x64_enabled(implementation, name):
+def test_results_with_x64_enabled_are_accurate(implementation, name):
     case = CASES[name]
     with jax.enable_x64(True):
         assert_accurate(case, case.results(implementation), case.operands())
@@ -180,7 +180,7 @@ def clean_results(name: str, implementation: str) -> tuple[jax.Array, ...]:
 @pytest.mark.parametrize(
     ("implementation", "name"), [(one, name) for one in runnable_implementations() for name in poisoned_names(one)]
 )
-def test_poison_stays_in_its_block(implementation, name, poison):
+def test_nan_and_inf_stay_in_their_block(implementation, name, poison):
     """NaN or infinity in one block, and in padding, changes no bit of any other block."""
     case = poisoned_cases()[name]
     operands = case.operands()

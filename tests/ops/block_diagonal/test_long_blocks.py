@@ -77,7 +77,7 @@ INTERPRETED = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values(name):
+def test_array_implementations_are_accurate(name):
     case = CASES[name]
     operands = case.operands()
     for implementation in ("reference", "xla"):
@@ -85,7 +85,7 @@ def test_values(name):
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_values_of_kernels(name):
+def test_interpreted_kernels_are_accurate_and_repeatable(name):
     """Accurate, and the same bit by bit when run again."""
     case = INTERPRETED[name]
     operands = case.operands()
@@ -103,7 +103,7 @@ def test_repeated_calls_agree_bitwise():
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("offsets", "xla"), ("lengths", "triton")])
-def test_poison_stays_in_its_block(name, implementation):
+def test_nan_stays_in_its_block(name, implementation):
     """NaN in one block, and in padding, changes no bit of any other block."""
     case = (CASES if implementation == "xla" else INTERPRETED)[name]
     poisoned = max(case.blocks, key=lambda block: block.length)
@@ -128,7 +128,7 @@ def test_mapped_calls_equal_single_calls():
             np.testing.assert_array_equal(one[index], other)
 
 
-def test_second_derivatives():
+def test_second_derivatives_match_the_reference():
     """With the log-sum-exp kept for the first ones, which the second ones must see through."""
     case = Case(lengths=(270, 9), layout="lengths", block_size=270, query_heads=1, key_heads=1)
     query, key, value, cotangent = case.operands()
@@ -146,7 +146,7 @@ def test_second_derivatives():
         assert largest_error(one, np.asarray(other, np.float64)) <= 1e-4 * np.abs(other).max()
 
 
-def test_a_policy_that_keeps_the_output_does_not_run_the_forward_pass_again():
+def test_checkpoint_policy_that_saves_the_output_skips_the_forward_pass():
     case = CASES["full blocks"]
     *operands, cotangent = case.operands()
     keep = jax.checkpoint_policies.save_only_these_names(blockdiag.BLOCK_DIAGONAL_OUTPUT)
@@ -162,7 +162,7 @@ def test_a_policy_that_keeps_the_output_does_not_run_the_forward_pass_again():
     assert launches() == 2
 
 
-def test_shards_of_a_batch():
+def test_shard_map_over_the_batch_matches_one_device():
     """On two devices, with a key and value that both have: their gradients are added up."""
     case = CASES["full blocks"]
     query, key, value, cotangent = case.operands()
@@ -184,7 +184,7 @@ def test_shards_of_a_batch():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_projection(implementation):
+def test_fused_projection_matches_separate_projections(implementation):
     """A packed buffer, which this attention takes apart."""
     x = jax.random.normal(jax.random.key(0), (270, 8))
     w_qkv = jax.random.normal(jax.random.key(1), (8, 4 * 16)) / 4
@@ -219,7 +219,7 @@ def equations(jaxpr):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("layout", ["batch", "lengths"])
-def test_memory_grows_with_the_tokens(implementation, layout):
+def test_largest_array_is_linear_in_tokens(implementation, layout):
     """No array of the forward or backward pass grows faster: not with the longest block, nor with all tokens."""
 
     def largest(tokens):
@@ -267,7 +267,7 @@ def windowed(alignment):
 
 @pytest.mark.parametrize("alignment", [32, 128])
 @hypothesis.given(data=st.data())
-def test_windows(alignment, data):
+def test_windows_place_every_token_once_and_separate_blocks(alignment, data):
     """Whatever the lengths are, every token has one place, tiles hold rows of one block, and segments are blocks."""
     length = st.one_of(st.sampled_from([0, 1, LONGEST]), st.integers(0, LONGEST))
     lengths = np.asarray(data.draw(st.lists(length, min_size=NUM_BLOCKS, max_size=NUM_BLOCKS)), np.int32)
@@ -299,7 +299,7 @@ def test_windows_are_few_and_small():
         assert sizes.count * sizes.rows <= 1.3 * (tokens + num_tiles * 127) + 2 * sizes.rows
 
 
-def test_several_windows():
+def test_attention_over_several_windows_is_accurate():
     """The attention of windows that hold few blocks each is that of one window."""
     case = Case(lengths=(300, 40, 0, 270, 33, 300), layout="lengths", block_size=300, padding=5, is_causal=True)
     query, key, value, _ = operands = case.operands()
@@ -313,14 +313,14 @@ def test_several_windows():
 
 
 @pytest.mark.parametrize(("block_size", "length", "expected"), [(300, 100, 256), (1000, 700, 700), (300, 700, 300)])
-def test_blocks_are_no_longer_than_what_is_there(block_size, length, expected):
+def test_block_size_is_limited_by_the_sequence_length(block_size, length, expected):
     """So that what fits into one tile of scores is computed in one, whatever the caller allows for."""
     assert problem_of(Case(lengths=(length, length), block_size=block_size)).block_size == expected
     packed = problem_of(Case(lengths=(length - 7, 7), layout="offsets", block_size=block_size))
     assert packed.block_size == expected
 
 
-def test_who_takes_long_blocks():
+def test_capabilities_of_long_blocks_name_the_limits():
     reasons = capabilities(dataclasses.replace(PROBLEM, dtype="bfloat16"))
     assert reasons["reference"] is None and reasons["xla"] is None and reasons["triton"] is None
     assert "block_size 64, got 300" in reasons["pallas"]
@@ -331,7 +331,7 @@ def test_who_takes_long_blocks():
         assert_accurate(case, case.results("xla"), case.operands())
 
 
-def test_kernels_fit_their_architecture():
+def test_long_block_kernels_fit_hopper():
     """Compiled for an H100: lists of tiles, matrix instructions, no accesses to local memory."""
     case = Case(
         lengths=(2000, 96), layout="lengths", block_size=2000, head_dim=64, dtype="bfloat16", query_heads=4,
@@ -359,7 +359,7 @@ def test_kernels_fit_their_architecture():
         assert not any(depth > 0 and count for depth, count in report.local_accesses.items()), str(report)
 
 
-def test_chunked_kernels_take_long_blocks():
+def test_chunked_kernels_of_long_blocks_are_accurate():
     """As torch launches them natively."""
     case = INTERPRETED["lengths"]
     query, key, value, cotangent = operands = case.operands()

@@ -72,7 +72,7 @@ def three_parts(kind: str, with_bias: bool) -> tuple[tuple[jax.Array, ...], tupl
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("kind", ["plain", "causal", "rotary", "packed", "lengths"])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_equals_three_parts(implementation, kind, with_bias):
+def test_fused_projection_matches_separate_projections(implementation, kind, with_bias):
     arrays, expected = three_parts(kind, with_bias)
     actual = compiled_gradients(fused, implementation=implementation, **options_of(kind, 20))(*arrays)
     for a, e in zip(actual, expected, strict=True):
@@ -80,7 +80,7 @@ def test_equals_three_parts(implementation, kind, with_bias):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_is_as_good_as_three_parts(dtype):
+def test_fused_projection_in_half_precision_is_as_accurate_as_separate_projections(dtype):
     exact_inputs = operands(2, 40)
     rounded = operands(2, 40, dtype=dtype)
     exact = compiled_gradients(fused)(*(x.astype(jnp.float32) for x in rounded))
@@ -93,14 +93,14 @@ def test_low_precision_is_as_good_as_three_parts(dtype):
         assert error <= 2 * allowed + 2 * float(jnp.finfo(dtype).eps) * float(np.abs(e).max())
 
 
-def test_residuals_are_the_input_the_weight_and_the_projected_buffer():
+def test_fused_projection_residuals_are_input_weight_and_projected_buffer():
     x, w_qkv, bias, _ = operands(2, 40)
     _, pull_back = jax.vjp(fused, x, w_qkv, bias)
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(pull_back))
     assert sizes == sorted([x.size, w_qkv.size, bias.size, 2 * 40 * COLUMNS])
 
 
-def test_remat_policies():
+def test_checkpoint_policies_skip_the_named_forward_passes():
     x, w_qkv, bias, _ = operands(2, 16)
 
     def count(*names):
@@ -113,7 +113,7 @@ def test_remat_policies():
     assert count(BLOCK_DIAGONAL_OUTPUT) == count(BLOCK_DIAGONAL_OUTPUT, BLOCK_DIAGONAL_QKV) == 2
 
 
-def test_vmap_and_second_derivative():
+def test_second_derivative_under_vmap_matches_the_reference():
     x, w_qkv, bias, _ = operands(3, 11)
 
     def penalty(function, x, w_qkv):
@@ -128,7 +128,7 @@ def test_vmap_and_second_derivative():
         np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4 * float(np.abs(e).max()))
 
 
-def test_forward_mode_names_the_implementation_to_use():
+def test_forward_mode_raises_type_error_with_the_supported_implementation():
     x, w_qkv, bias, _ = operands(5)
     with pytest.raises(TypeError, match='implementation="reference"'):
         jax.jvp(lambda w: fused(x, w, bias), (w_qkv,), (w_qkv,))
@@ -136,7 +136,7 @@ def test_forward_mode_names_the_implementation_to_use():
     assert tangent.shape == (5, HEADS, HEAD_DIM)
 
 
-def test_explicit_shardings():
+def test_explicit_shardings_match_one_device():
     """Batch rows are computed where they are; gathered weights get the sum of their gradients."""
     x, w_qkv, bias, cotangent = operands(4, 12)
     expected = compiled_gradients(fused)(x, w_qkv, bias, cotangent)
@@ -152,14 +152,14 @@ def test_explicit_shardings():
         np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=1e-4, atol=1e-4)
 
 
-def test_no_tokens():
+def test_empty_input_gives_empty_output_and_zero_gradients():
     x, w_qkv, bias, cotangent = operands(0)
     output, dx, dw, dbias = value_and_gradients(fused, x, w_qkv, bias, cotangent)
     assert output.shape == (0, HEADS, HEAD_DIM) and dx.shape == x.shape
     assert not dw.any() and not dbias.any()
 
 
-def test_nothing_leaks_between_sequences():
+def test_nan_stays_in_its_sequence():
     """NaN in one sequence reaches the weight's gradient, as it must, but no other sequence's output or gradient."""
     x, w_qkv, bias, cotangent = operands(2, 20)
     run = compiled_gradients(fused)

@@ -58,7 +58,7 @@ def attend_and_gradients(query, key, value):
 
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, 0, 2), (0, None, None), (None, 0, None), (None, None, 1)])
 @pytest.mark.parametrize("function", [attend, attend_and_gradients], ids=["value", "gradients"])
-def test_vmap_of_batched_operands(in_axes, function):
+def test_vmap_of_batched_operands_matches_a_loop(in_axes, function):
     shapes = ((2, 11, 4, 8), (2, 11, 2, 8), (2, 11, 2, 8))
     arrays = random_arrays(*(s if a is None else (*s[:a], 3, *s[a:]) for s, a in zip(shapes, in_axes, strict=True)))
     assert_mapped_is_looped(function, in_axes, *arrays)
@@ -80,7 +80,7 @@ def packed_gradients(tables):
 
 @pytest.mark.parametrize("offsets_axis", [0, None])
 @pytest.mark.parametrize("tables", ["none", "shared", "mapped", "per token", "per token, mapped", "explicit"])
-def test_vmap_of_packed_operands_and_tables(offsets_axis, tables):
+def test_vmap_of_packed_operands_and_tables_matches_a_loop(offsets_axis, tables):
     query, key, value = random_arrays((3, 23, 4, 8), (3, 23, 2, 8), (3, 23, 2, 8))
     offsets = jnp.asarray([[0, 5, 5, 20], [0, 1, 2, 23], [0, 0, 0, 0]], jnp.int32)
     offsets = offsets if offsets_axis == 0 else offsets[0]
@@ -94,7 +94,7 @@ def test_vmap_of_packed_operands_and_tables(offsets_axis, tables):
 
 
 @pytest.mark.parametrize("case_rotary", [None, "position", "token"])
-def test_vmap_of_equal_sequences_with_mapped_tables(case_rotary):
+def test_vmap_of_equal_sequences_with_mapped_tables_matches_a_loop(case_rotary):
     query, key, value = random_arrays((3, 2, 13, 2, 8), (3, 2, 13, 2, 8), (3, 2, 13, 2, 8))
     cos, sin = random_arrays((3, 2, 13, 4), (3, 2, 13, 4), seed=1)
 
@@ -124,7 +124,7 @@ def test_tables_too_short_for_traced_offsets_clamp_alike_under_vmap():
     assert_mapped_is_looped(function, (0, 0, 0, None, 0, 0), query, key, value, offsets, cos, sin)
 
 
-def test_nested_vmap_and_block_lengths():
+def test_nested_vmap_with_block_lengths_matches_a_loop():
     query, key, value = random_arrays((2, 3, 12, 2, 8), (3, 12, 2, 8), (2, 12, 2, 8))
     lengths = jnp.asarray([[8, 2, 0], [1, 8, 3], [0, 0, 4]], jnp.int32)
 
@@ -138,7 +138,7 @@ def test_nested_vmap_and_block_lengths():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_gradient_of_vmap_with_shared_key_and_value(packed):
+def test_gradient_of_vmap_with_shared_key_and_value_matches_a_loop(packed):
     query, key, value, cotangent = random_arrays((3, 20, 4, 8), (20, 2, 8), (20, 2, 8), (3, 20, 4, 8))
     packing = {"sequence_offsets": jnp.asarray([0, 3, 17], jnp.int32)} if packed else {}
     call = functools.partial(attend, **packing)
@@ -189,13 +189,13 @@ def test_vmap_folds_into_one_call():
         "jit of hessian",
     ],
 )
-def test_forward_mode_names_the_implementation_to_use(implementation, transform):
+def test_forward_mode_raises_type_error_with_the_supported_implementation(implementation, transform):
     query, key, value = random_arrays((1, 5, 1, 4), (1, 5, 1, 4), (1, 5, 1, 4))
     with pytest.raises(TypeError, match='implementation="reference"'):
         transform(lambda x: attend(x, key, value, implementation=implementation), query)
 
 
-def test_forward_mode_of_the_reference():
+def test_forward_mode_of_the_reference_matches_finite_differences():
     query, key, value, tangent = random_arrays(*[(2, 13, 2, 8)] * 4)
     function = functools.partial(attend, implementation="reference")
     _, by_rule = jax.jvp(lambda x: function(x, key, value), (query,), (tangent,))
@@ -205,7 +205,7 @@ def test_forward_mode_of_the_reference():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_second_derivative(packed):
+def test_second_derivative_matches_the_reference(packed):
     case = Case(
         lengths=(11, 0, 9) if packed else (11, 11),
         layout="offsets" if packed else "batch",
@@ -227,7 +227,7 @@ def test_second_derivative(packed):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5 * np.abs(e).max())
 
 
-def test_third_derivative_and_vmap_of_second():
+def test_third_derivative_under_vmap_matches_the_reference():
     query, key, value = random_arrays((2, 6, 1, 4), (2, 6, 1, 4), (2, 6, 1, 4))
 
     def total(implementation, query):
@@ -290,7 +290,7 @@ def count_softmaxes(function, *arguments) -> int:
         (jax.checkpoint_policies.save_only_these_names("something else"), 3),
     ],
 )
-def test_forward_is_not_repeated_under_the_named_policy(policy, expected):
+def test_checkpoint_policy_that_saves_the_output_skips_the_forward_pass(policy, expected):
     query, key, value, weight = random_arrays((2, 16, 2, 8), (2, 16, 2, 8), (2, 16, 2, 8), (8, 8))
 
     def layer(weight, query, key, value):
@@ -305,7 +305,7 @@ def test_forward_is_not_repeated_under_the_named_policy(policy, expected):
 
 
 @pytest.mark.parametrize(("names", "expected"), [((), 3), ((BLOCK_DIAGONAL_OUTPUT,), 2)])
-def test_kernel_launches_of_a_training_step(names, expected):
+def test_training_step_launches_two_kernels_when_the_output_is_saved_and_three_otherwise(names, expected):
     """One forward and one backward kernel, lowered for a Hopper GPU that need not be here."""
     if BLOCK_DIAGONAL.implementations["triton"].why_unavailable():
         pytest.skip(BLOCK_DIAGONAL.implementations["triton"].why_unavailable())
@@ -322,7 +322,7 @@ def test_kernel_launches_of_a_training_step(names, expected):
     assert lowered.count("triton_kernel_call_ffi") == expected
 
 
-def test_scan_over_layers_with_remat():
+def test_scan_over_checkpointed_layers_matches_the_reference():
     query, key, value, weights = random_arrays((2, 16, 2, 8), (2, 16, 2, 8), (2, 16, 2, 8), (3, 8, 8))
     policy = jax.checkpoint_policies.save_only_these_names(BLOCK_DIAGONAL_OUTPUT)
 
@@ -338,7 +338,7 @@ def test_scan_over_layers_with_remat():
     assert_close(*gradients, 1e-3)
 
 
-def test_new_offsets_do_not_compile_again():
+def test_new_offsets_do_not_recompile():
     query, key, value = random_arrays((40, 2, 8), (40, 2, 8), (40, 2, 8))
     traces = 0
 
@@ -400,7 +400,7 @@ def cpu_mesh() -> jax.sharding.Mesh:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.division("batch", "gradients", operation="block_diagonal", kind="manual")
-def test_shard_map_with_replicated_key_and_value(packed):
+def test_shard_map_with_replicated_key_and_value_matches_one_device(packed):
     query, key, value, cotangent = random_arrays((4, 20, 4, 8), (1, 20, 2, 8), (1, 20, 2, 8), (4, 20, 4, 8))
     offsets = jnp.asarray([0, 3, 17], jnp.int32)
     rotary = Rotary(*rotary_tables(20, 8))
@@ -431,7 +431,7 @@ def test_shard_map_with_replicated_key_and_value(packed):
 
 
 @pytest.mark.division("heads", "gradients", operation="block_diagonal", kind="manual")
-def test_shard_map_of_heads_and_second_derivative():
+def test_shard_map_over_heads_has_second_derivatives():
     query, key, value = random_arrays((2, 20, 4, 8), (2, 20, 4, 8), (2, 20, 4, 8))
     spec = P(None, None, "x")
 
@@ -452,7 +452,7 @@ def explicit_mesh() -> jax.sharding.Mesh:
 
 @functools.cache
 def unsharded(implementation):
-    """Operands of `test_explicit_shardings`, a function of them, and its results on one device."""
+    """Operands of `test_explicit_shardings_match_one_device`, a function of them, and its results on one device."""
     operands = random_arrays((4, 12, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), (4, 12, 4, 8))
     rotary = Rotary(*random_arrays((4, 12, 4), (4, 12, 4), seed=1), per_token=True)
     call = functools.partial(attend, rotary=rotary, implementation=implementation)
@@ -481,7 +481,7 @@ def unsharded(implementation):
         (P(), "reference", True),
     ],
 )
-def test_explicit_shardings(spec, implementation, is_jitted):
+def test_explicit_shardings_match_one_device(spec, implementation, is_jitted):
     """Each device computes its batch rows and heads; results are sharded as the operands are."""
     operands, compute, expected = unsharded(implementation)
     compute = jax.jit(compute) if is_jitted else compute
@@ -493,7 +493,7 @@ def test_explicit_shardings(spec, implementation, is_jitted):
     assert_close([np.asarray(x) for x in actual], [np.asarray(x) for x in expected], 1e-4)
 
 
-def test_explicit_shardings_of_some_operands():
+def test_explicit_shardings_of_the_query_alone_match_one_device():
     """Replicated keys and values follow the query's sharding; their gradients are replicated again, and summed."""
     query, key, value, cotangent = random_arrays((4, 12, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), (4, 12, 4, 8))
     compute = functools.partial(value_and_gradients, attend)
@@ -504,7 +504,7 @@ def test_explicit_shardings_of_some_operands():
     assert_close([np.asarray(x) for x in actual], [np.asarray(x) for x in expected], 1e-4)
 
 
-def test_packed_tokens_on_an_explicit_mesh_are_sharded_over_heads():
+def test_packed_tokens_sharded_over_heads_of_an_explicit_mesh_match_one_device():
     query, key, value = random_arrays((20, 4, 8), (20, 2, 8), (20, 2, 8))
     offsets = jnp.asarray([0, 3, 17], jnp.int32)
     expected = attend(query, key, value, sequence_offsets=offsets)
@@ -513,7 +513,7 @@ def test_packed_tokens_on_an_explicit_mesh_are_sharded_over_heads():
         assert_close(np.asarray(attend(query, key, value, sequence_offsets=offsets)), np.asarray(expected))
 
 
-def test_export_round_trip_with_gradients():
+def test_export_of_gradients_round_trips():
     query, key, value, cotangent = random_arrays((2, 20, 4, 8), (2, 20, 2, 8), (2, 20, 2, 8), (2, 20, 4, 8))
     compute = functools.partial(value_and_gradients, attend)
     exported = jax.export.export(jax.jit(compute), platforms=["cpu"])(query, key, value, cotangent)

@@ -55,7 +55,7 @@ def test_results_are_accurate(name, implementation):
 
 
 @needs_triton
-def test_more_tiles_than_are_summed_at_once(monkeypatch):
+def test_weight_gradient_summed_in_several_steps_is_accurate(monkeypatch):
     from blockdiag.triton_kernels.key_convolution import plans as kernels
 
     monkeypatch.setattr(kernels, "_SUM_ROWS", 4)
@@ -66,7 +66,7 @@ def test_more_tiles_than_are_summed_at_once(monkeypatch):
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("name", ["batch", "offsets"])
-def test_double_precision(name, implementation):
+def test_float64_results_are_accurate(name, implementation):
     case = dataclasses.replace(CASES[name], dtype="float64")
     with jax.enable_x64(True):
         operands = case.operands()
@@ -81,7 +81,7 @@ def test_the_last_row_of_weights_belongs_to_the_current_token():
         np.testing.assert_array_equal(output.ravel(), [0] * lag + list(range(1, 6 - lag)))
 
 
-def test_weights_of_zero_leave_the_key():
+def test_zero_weights_return_the_key():
     key, weights, _ = CASES["bfloat16"].operands()
     np.testing.assert_array_equal(key_convolution(key, jnp.zeros_like(weights)), key)
 
@@ -95,7 +95,7 @@ def small_call(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_poison_stays_in_its_sequence(implementation, poison):
+def test_nan_and_inf_stay_in_their_sequence(implementation, poison):
     case = SMALL
     *inputs, cotangent = case.operands()
     rows = np.zeros(case.tokens, bool)
@@ -111,7 +111,7 @@ def test_poison_stays_in_its_sequence(implementation, poison):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_poison_in_padding_reaches_no_gradient(implementation):
+def test_nan_in_padding_reaches_no_gradient(implementation):
     case = SMALL
     key, weights, cotangent = case.operands()
     run, clean = small_call(implementation)
@@ -133,7 +133,7 @@ def call_with_offsets(implementation):
 
 @pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "reference"])
 @pytest.mark.parametrize("offsets", [[5, 12], [0, 18, 6, 21], [-4, 7, 59], [7], [0, 0, 0]])
-def test_traced_offsets_of_any_values(offsets, implementation):
+def test_traced_invalid_offsets_are_clipped_and_sorted(offsets, implementation):
     """Rows before the first offset and after the last belong to no sequence; others are clipped and sorted."""
     key, weights, cotangent = ConvolutionCase(lengths=(24,), size=4).operands()
     operands = key[0], weights, jnp.asarray(offsets, jnp.int32), cotangent[0]
@@ -145,7 +145,7 @@ def test_traced_offsets_of_any_values(offsets, implementation):
 
 @pytest.mark.parametrize("shape", [(0, 20, 2, 8), (2, 0, 2, 8), (0, 2, 8)])
 @pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
-def test_no_tokens_are_legal(shape, implementation):
+def test_empty_operands_keep_their_shape(shape, implementation):
     call = functools.partial(key_convolution, implementation=implementation)
     output, d_key, d_weights = value_and_gradients(call, jnp.zeros(shape), jnp.ones((3, 2, 8)), jnp.zeros(shape))
     assert output.shape == d_key.shape == shape and not d_weights.any()
@@ -189,7 +189,7 @@ VMAP_AXES = [(0, None), (1, 0), (None, 2), (0, 3)]
     ("in_axes", "implementation"),
     [*((axes, "xla") for axes in VMAP_AXES), pytest.param((0, None), "triton", marks=needs_triton)],
 )
-def test_vmap_of_batched_keys(in_axes, implementation):
+def test_vmap_of_batched_keys_matches_a_loop(in_axes, implementation):
     shapes = ((2, 19, 2, 8), (3, 2, 8))
     operands = arrays(*(s if a is None else (*s[:a], 2, *s[a:]) for s, a in zip(shapes, in_axes, strict=True)))
 
@@ -211,7 +211,7 @@ def test_vmap_of_batched_keys(in_axes, implementation):
         pytest.param(0, 0, "triton", marks=needs_triton),
     ],
 )
-def test_vmap_of_packed_keys(offsets_axis, weights_axis, implementation):
+def test_vmap_of_packed_keys_matches_a_loop(offsets_axis, weights_axis, implementation):
     key, weights = arrays((2, 20, 1, 8), (2, 3, 1, 8))
     weights = weights if weights_axis == 0 else weights[0]
     offsets = jnp.asarray([[0, 5, 5, 18], [0, 1, 2, 20]], jnp.int32)
@@ -226,14 +226,14 @@ def test_vmap_of_packed_keys(offsets_axis, weights_axis, implementation):
     assert_close(jax.jit(mapped)(key, weights, offsets), loop(function, in_axes, key, weights, offsets))
 
 
-def test_nested_vmap():
+def test_nested_vmap_matches_a_loop():
     key, weights = arrays((2, 3, 12, 2, 8), (2, 3, 2, 8))
     inner, outer = (0, None), (0, 0)
     actual = jax.vmap(jax.vmap(key_convolution, inner), outer)(key, weights)
     assert_close(actual, loop(functools.partial(loop, key_convolution, inner), outer, key, weights))
 
 
-def test_gradient_of_vmap_with_shared_weights():
+def test_gradient_of_vmap_with_shared_weights_matches_a_loop():
     key, weights, cotangent = arrays((3, 20, 2, 8), (3, 2, 8), (3, 20, 2, 8))
     mapped = jax.vmap(key_convolution, (0, None))
     looped = functools.partial(loop, key_convolution, (0, None))
@@ -243,7 +243,7 @@ def test_gradient_of_vmap_with_shared_weights():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_second_derivatives(packed):
+def test_second_derivatives_match_the_reference(packed):
     key, weights = arrays((20, 2, 4), (3, 2, 4))
     packing = {"sequence_offsets": jnp.asarray([0, 3, 3, 17], jnp.int32)} if packed else {}
 
@@ -259,7 +259,7 @@ def test_second_derivatives(packed):
     assert_close(actual, expected, 1e-4)
 
 
-def test_forward_mode_is_the_references_alone():
+def test_forward_mode_raises_type_error_except_in_the_reference():
     key, weights = arrays((9, 2, 4), (3, 2, 4))
     reference = functools.partial(key_convolution, implementation="reference")
     _, tangent = jax.jvp(reference, (key, weights), (key, weights))
@@ -279,7 +279,7 @@ def test_offsets_have_no_gradient():
     assert jax.grad(total, allow_int=True)(jnp.asarray([0, 9], jnp.int32)).dtype == jax.dtypes.float0
 
 
-def test_arguments_are_all_that_is_kept():
+def test_residuals_are_the_operands():
     key, weights = arrays((64, 2, 8), (3, 2, 8))
     offsets = jnp.asarray([0, 10, 64], jnp.int32)
     _, pull_back = jax.vjp(functools.partial(key_convolution, sequence_offsets=offsets), key, weights)
@@ -287,7 +287,7 @@ def test_arguments_are_all_that_is_kept():
     assert sorted(x.size for x in kept) == sorted(x.size for x in (key, weights))
 
 
-def test_scan_over_layers_with_remat():
+def test_scan_over_checkpointed_layers_matches_the_reference():
     key, weights = arrays((2, 16, 2, 8), (3, 3, 2, 8))
 
     def loss(implementation, weights):
@@ -300,7 +300,7 @@ def test_scan_over_layers_with_remat():
     assert_close(*(jax.jit(jax.grad(functools.partial(loss, name)))(weights) for name in ("xla", "reference")), 1e-3)
 
 
-def test_new_offsets_do_not_compile_again():
+def test_new_offsets_do_not_recompile():
     from blockdiag.ops.key_convolution.api import _convolve_tokens
 
     key, weights = arrays((40, 2, 8), (3, 2, 8))
@@ -312,7 +312,7 @@ def test_new_offsets_do_not_compile_again():
 
 @needs_triton
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 3), ("float64", 0)])
-def test_kernel_launches_of_a_training_step(dtype, expected):
+def test_training_step_launches_three_kernels_and_none_in_float64(dtype, expected):
     """Forward, backward and the sum of the weights' gradient, lowered for a Hopper GPU that need not be here."""
     with jax.enable_x64(True):
         key, weights, cotangent = dataclasses.replace(CASES["batch"], dtype=dtype).operands()
@@ -323,7 +323,7 @@ def test_kernel_launches_of_a_training_step(dtype, expected):
 
 
 @pytest.mark.division("batch", "gradients", operation="key_convolution", kind="manual")
-def test_shard_map_with_replicated_weights():
+def test_shard_map_with_replicated_weights_matches_one_device():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
     key, weights, cotangent = arrays((4, 20, 2, 8), (3, 2, 8), (4, 20, 2, 8))
     offsets = jnp.asarray([0, 3, 17], jnp.int32)
@@ -343,7 +343,7 @@ def test_shard_map_with_replicated_weights():
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "y"), P("x", None, "y"), P()])
 @pytest.mark.parametrize("is_jitted", [False, True])
-def test_explicit_shardings(spec, is_jitted):
+def test_explicit_shardings_match_one_device(spec, is_jitted):
     key, weights, cotangent = arrays((4, 12, 2, 8), (3, 2, 8), (4, 12, 2, 8))
     compute = functools.partial(value_and_gradients, key_convolution)
     expected = compute(key, weights, cotangent)
@@ -358,7 +358,7 @@ def test_explicit_shardings(spec, is_jitted):
     assert_close([np.asarray(x) for x in actual], [np.asarray(x) for x in expected], 1e-4)
 
 
-def test_export_round_trip_with_gradients():
+def test_export_of_gradients_round_trips():
     operands = CASES["batch"].operands()
     compute = functools.partial(value_and_gradients, key_convolution)
     exported = jax.export.export(jax.jit(compute), platforms=["cpu"])(*operands)
@@ -390,7 +390,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name):
+def test_invalid_arguments_raise_value_error(name):
     changes, message = MISTAKES[name]
     options = dict(changes)
     key = jnp.zeros(options.pop("key", (20, 2, 8)), options.pop("key_dtype", jnp.bfloat16))
@@ -401,7 +401,7 @@ def test_mistakes(name):
         key_convolution(key, weights, **options)
 
 
-def test_weights_wider_and_narrower_than_a_double_key():
+def test_weights_of_another_dtype_than_float64_raise_value_error():
     with jax.enable_x64(True):
         for key_dtype, weights_dtype in (("float64", "float32"), ("float32", "float64")):
             with pytest.raises(ValueError, match="`weights` must have the dtype of `key`"):

@@ -84,7 +84,7 @@ def pairs_of(names) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("implementation", "name"), pairs_of(CASES))
-def test_values(implementation, name):
+def test_output_and_gradients_are_accurate(implementation, name):
     case = CASES[name]
     case.skip_unless_supported(implementation)
     assert_accurate(case, case.results(implementation), case.operands())
@@ -114,7 +114,7 @@ def tables_agree(case: MoBACase, *arguments: jax.Array) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lengths and case.problem.num_blocks])
-def test_tables_of_offsets(name):
+def test_tables_of_offsets_match_loops(name):
     case = CASES[name]
     offsets = (np.cumsum([0, *x], dtype=np.int32) for x in (case.lengths, case.key_lengths or case.lengths))
     tables_agree(case, *(jnp.asarray(x) for x in offsets))
@@ -122,7 +122,7 @@ def test_tables_of_offsets(name):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("lengths", [(40, 40), (9, 40), (40, 9), (0, 20), (32, 32)])
-def test_tables_of_a_batch(lengths, is_causal):
+def test_tables_of_a_batch_match_loops(lengths, is_causal):
     tables_agree(MoBACase(lengths=lengths[:1] * 3, key_lengths=lengths[1:] * 3, is_causal=is_causal))
 
 
@@ -144,7 +144,7 @@ def assert_routed(case: MoBACase, chosen: np.ndarray, operands) -> None:
 
 
 @pytest.mark.parametrize(("implementation", "name"), pairs_of(ROUTED))
-def test_routing(implementation, name):
+def test_routing_matches_loops(implementation, name):
     case = CASES[name]
     case.skip_unless_supported(implementation)
     assert_routed(case, case.route(implementation), case.operands())
@@ -152,7 +152,7 @@ def test_routing(implementation, name):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("implementation", MODULES)
-def test_later_of_equal_blocks_comes_first(implementation, is_causal):
+def test_routing_of_equal_scores_chooses_the_later_block_first(implementation, is_causal):
     """Small whole numbers have no rounding, so that equal scores are equal, and -0 is 0."""
     case = MoBACase(lengths=(90,), is_causal=is_causal, slots=3, head_dim=16)
     case.skip_unless_supported(implementation)
@@ -181,7 +181,7 @@ def test_routing_of_a_block_with_nan_scores_never_chooses_it(implementation, val
 
 @pytest.mark.parametrize("implementation", MODULES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_parts_of_mean_keys_add_up_to_float32(implementation, dtype):
+def test_centroids_sum_to_float32_means(implementation, dtype):
     """A block whose keys are all masked has NaN."""
     case = MoBACase(lengths=(70, 20), dtype=dtype, masked=0.3)
     case.skip_unless_supported(implementation)
@@ -223,7 +223,7 @@ def test_routing_of_a_query_with_nan_chooses_nothing(implementation):
 
 
 @pytest.mark.parametrize(("implementation", "name"), pairs_of(LISTED))
-def test_lists(implementation, name):
+def test_lists_match_loops(implementation, name):
     case = CASES[name]
     case.skip_unless_supported(implementation)
     lists = case.make_lists(implementation)
@@ -266,7 +266,7 @@ def cases(draw, longest: int) -> MoBACase:
 @pytest.mark.parametrize("implementation", MODULES)
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(data=st.data())
-def test_drawn_cases(implementation, data):
+def test_drawn_cases_are_accurate(implementation, data):
     case = data.draw(cases(longest=60))
     module = load(implementation)
     hypothesis.assume((module.available() or module.supports(case.problem)) is None)
@@ -276,7 +276,7 @@ def test_drawn_cases(implementation, data):
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["grouped heads", "edited own, packed, masked", "no keys"])
-def test_double_precision(implementation, name):
+def test_float64_results_are_accurate(implementation, name):
     case = dataclasses.replace(CASES[name], dtype="float64")
     with jax.enable_x64(True):
         assert_routed(case, case.route(implementation), case.operands())
@@ -285,7 +285,7 @@ def test_double_precision(implementation, name):
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["packed, bfloat16", "key mask, packed, bfloat16"])
-def test_values_with_x64_enabled(implementation, name):
+def test_results_with_x64_enabled_are_accurate(implementation, name):
     case = CASES[name]
     with jax.enable_x64(True):
         assert_routed(case, case.route(implementation), case.operands())
@@ -298,7 +298,7 @@ def test_values_with_x64_enabled(implementation, name):
     "name",
     ["packed", "fewer queries than keys", "key mask, packed, bfloat16", "not causal, packed, masked", "edited own"],
 )
-def test_poison_stays_in_its_sequence(implementation, name):
+def test_nan_and_inf_stay_in_their_sequence(implementation, name):
     """NaN or infinity in one sequence, in padding and in masked keys changes no bit of any other sequence."""
     case = CASES[name]
     case.skip_unless_supported(implementation)
@@ -350,7 +350,7 @@ def test_repeated_calls_agree_bitwise(implementation, name):
 
 
 @pytest.mark.parametrize("implementation", MODULES)
-def test_slots_for_every_block_are_dense_causal_attention(implementation):
+def test_slots_for_every_block_match_dense_causal_attention(implementation):
     case = MoBACase(lengths=(70,), slots=4, query_heads=4)
     case.skip_unless_supported(implementation)
     query, key, value, *_ = case.operands()
@@ -359,7 +359,7 @@ def test_slots_for_every_block_are_dense_causal_attention(implementation):
 
 
 @pytest.mark.parametrize("implementation", MODULES)
-def test_no_slots_are_block_diagonal_attention(implementation):
+def test_zero_slots_match_block_diagonal_attention(implementation):
     case = MoBACase(lengths=(70,), slots=0, query_heads=4)
     case.skip_unless_supported(implementation)
     query, key, value, *_ = case.operands()
@@ -367,7 +367,7 @@ def test_no_slots_are_block_diagonal_attention(implementation):
     np.testing.assert_allclose(case.results(implementation)[0], expected, rtol=2e-5, atol=2e-5)
 
 
-def test_second_derivatives_agree():
+def test_second_derivatives_match_the_reference():
     """The gradients are functions of query, key and value that can be differentiated once more."""
     case = dataclasses.replace(CASES["edited own, packed, masked"], query_heads=4)
     *operands, cotangent, log_sum_cotangent = case.operands()
@@ -389,7 +389,7 @@ def test_second_derivatives_agree():
 
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
-def test_manual_axes_of_a_mesh(implementation):
+def test_shard_map_results_are_accurate(implementation):
     """Loops start from arrays that vary over a mesh as their operands do."""
     case, module = MoBACase(lengths=(40,), query_heads=4), load(implementation)
     key_mask, blocks, queries, *_ = case.arguments()
@@ -411,7 +411,7 @@ def test_manual_axes_of_a_mesh(implementation):
         assert_accurate(case, [jnp.asarray(np.asarray(x)[row]) for x in results], case.operands())
 
 
-def test_routing_in_several_chunks(monkeypatch):
+def test_routing_in_several_chunks_matches_loops(monkeypatch):
     case = CASES["fewer queries than keys"]
     scores_of_a_query = case.problem.query_heads * case.problem.num_blocks
     monkeypatch.setattr(xla_moba, "_ROUTING_SCORES", 8 * scores_of_a_query)
@@ -423,7 +423,7 @@ def test_routing_in_several_chunks(monkeypatch):
     assert_routed(case, np.asarray(route(query, key, key_mask, blocks, queries)), case.operands())
 
 
-def test_xla_never_makes_scores_of_all_pairs():
+def test_xla_allocates_no_scores_of_all_pairs():
     """Temporary memory of a call of 8,192 tokens, which is only compiled, is a fraction of one score per pair."""
     tokens, case = 8192, MoBACase(lengths=(8192,), query_heads=1, key_heads=1, slots=3, block_size=64)
     problem = case.problem

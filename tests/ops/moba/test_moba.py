@@ -60,12 +60,12 @@ def expected_results(name: str) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values(name):
+def test_default_implementation_is_accurate(name):
     assert_accurate(CASES[name], CASES[name].results(None), expected_results(name))
 
 
 @pytest.mark.parametrize("name", ["grouped heads", "key mask", "not causal", "packed, more keys", "no keys"])
-def test_values_of_the_reference(name):
+def test_reference_is_accurate(name):
     assert_accurate(CASES[name], CASES[name].results("reference"), expected_results(name))
 
 
@@ -78,7 +78,7 @@ def test_values_of_the_reference(name):
         MoBACase(lengths=(9,), key_lengths=(40,), head_dim=16, is_causal=False, top_k=2),
     ],
 )
-def test_values_in_the_interpreter(case):
+def test_interpreted_kernels_are_accurate(case):
     assert_accurate(case, case.results("triton"), dense_results(case))
 
 
@@ -110,25 +110,25 @@ def cases(draw) -> MoBACase:
 
 @hypothesis.settings(max_examples=8)
 @hypothesis.given(case=cases())
-def test_drawn_values(case):
+def test_drawn_cases_are_accurate(case):
     assert_accurate(case, case.results("xla"), dense_results(case))
 
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["grouped heads", "packed, more keys"])
-def test_double_precision(implementation, name):
+def test_float64_results_are_accurate(implementation, name):
     case = dataclasses.replace(CASES[name], dtype="float64")
     with jax.enable_x64(True):
         assert_accurate(case, case.results(implementation), dense_results(case))
 
 
 @pytest.mark.parametrize("name", ["key mask", "packed"])
-def test_values_with_x64_enabled(name):
+def test_results_with_x64_enabled_are_accurate(name):
     with jax.enable_x64(True):
         assert_accurate(CASES[name], CASES[name].results("xla"), expected_results(name))
 
 
-def test_one_block_is_attention_within_blocks():
+def test_top_k_of_one_matches_block_diagonal_attention():
     query, key, value, *_ = MoBACase(lengths=(55,), query_heads=4).operands()
     np.testing.assert_allclose(
         moba_attention(query, key, value, block_size=16, top_k=1),
@@ -138,7 +138,7 @@ def test_one_block_is_attention_within_blocks():
     )
 
 
-def test_all_blocks_are_causal_attention():
+def test_top_k_of_all_blocks_matches_causal_attention():
     query, key, value, *_ = MoBACase(lengths=(55, 55), query_heads=4).operands()
     np.testing.assert_allclose(
         moba_attention(query, key, value, block_size=16, top_k=4),
@@ -165,7 +165,7 @@ def test_traced_offsets_are_clipped():
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_poison_stays_in_its_sequence_and_behind_the_mask(implementation, poison):
+def test_nan_and_inf_stay_in_their_sequence_and_behind_the_mask(implementation, poison):
     """NaN or infinity in one sequence, in padding and in masked keys changes no bit elsewhere."""
     case = MoBACase(lengths=(40, 33, 20), layout="offsets", padding=6, mask=0.4, top_k=2)
     operands = case.operands()
@@ -212,7 +212,7 @@ def problem_of(**changes):
     return dataclasses.replace(problem, **changes)
 
 
-def test_implementations_are_those_of_moba():
+def test_capabilities_list_the_implementations_of_moba():
     assert set(capabilities(problem_of())) == {"reference", "xla", "triton"}
     for problem in (problem_of(), problem_of(dtype="float64"), problem_of(head_dim=7)):
         reasons = capabilities(problem)
@@ -222,7 +222,7 @@ def test_implementations_are_those_of_moba():
     assert resolve(problem_of(num_blocks=0, dtype="float64"), ("triton",)).elsewhere.name == "reference"
 
 
-def test_an_implementation_that_cannot_says_why():
+def test_unsupported_implementation_raises_not_implemented_error():
     query = jnp.zeros((20, 1, 7))
     with pytest.raises(NotImplementedError, match="implementation='triton' cannot compute this call"):
         moba_attention(query, query, query, block_size=16, top_k=2, implementation="triton")
@@ -341,7 +341,7 @@ ATTENTION_MISTAKES = {
 
 
 @pytest.mark.parametrize("name", SHARED_MISTAKES | ATTENTION_MISTAKES)
-def test_mistakes_in_attention(name):
+def test_moba_attention_with_invalid_arguments_raises_value_error(name):
     changes, message = (SHARED_MISTAKES | ATTENTION_MISTAKES)[name]
     key = changes.get("key", KEY)
     arguments = dict(query=QUERY, key=key, value=key, block_size=16, top_k=2) | changes
@@ -350,17 +350,17 @@ def test_mistakes_in_attention(name):
 
 
 @pytest.mark.parametrize("name", SHARED_MISTAKES)
-def test_mistakes_in_routing(name):
+def test_moba_routing_with_invalid_arguments_raises_value_error(name):
     changes, message = SHARED_MISTAKES[name]
     with pytest.raises(ValueError, match=message):
         moba_routing(**(dict(query=QUERY, key=KEY, block_size=16, top_k=2) | changes))
 
 
-def test_there_is_no_dropout():
+def test_dropout_rate_argument_raises_type_error():
     with pytest.raises(TypeError, match="dropout_rate"):
         moba_attention(QUERY, KEY, KEY, block_size=16, top_k=2, dropout_rate=0.1)
 
 
-def test_traced_options_are_refused():
+def test_traced_options_raise_value_error():
     with pytest.raises(ValueError, match=r"`block_size` must be .* known when tracing"):
         jax.jit(lambda size: moba_attention(QUERY, KEY, KEY, block_size=size, top_k=2))(16)

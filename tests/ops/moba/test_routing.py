@@ -40,7 +40,7 @@ def routing_of(name: str) -> Routing:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
-def test_chosen_blocks(implementation, name):
+def test_moba_routing_matches_dense_routing(implementation, name):
     case = CASES[name]
     query, key, *_ = case.operands()
     routing = case.route(implementation)(query, key)
@@ -50,7 +50,7 @@ def test_chosen_blocks(implementation, name):
 
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
-def test_of_equal_scores_the_later_block_is_chosen(implementation):
+def test_moba_routing_of_equal_scores_chooses_the_later_block(implementation):
     query = jnp.ones((80, 1, 4))
     key = jnp.ones((80, 1, 4))
     causal = moba_routing(query, key, block_size=16, top_k=3, implementation=implementation)
@@ -60,7 +60,7 @@ def test_of_equal_scores_the_later_block_is_chosen(implementation):
     np.testing.assert_array_equal(whole.indices[:, 0], [[4, 3, 2]] * 80)
 
 
-def test_routing_of_mapped_and_compiled_calls():
+def test_moba_routing_under_jit_and_vmap_equals_single_calls():
     case = MoBACase(lengths=(61,), layout="offsets", query_heads=4)
     query, key, *_ = MoBACase(lengths=(61, 61, 61), query_heads=4).operands()
     mapped = jax.jit(jax.vmap(case.route("xla")))(query, key)
@@ -69,7 +69,7 @@ def test_routing_of_mapped_and_compiled_calls():
         np.testing.assert_array_equal(mapped.indices[i], case.route("xla")(query[i], key[i]).indices)
 
 
-def test_routing_is_constant_to_differentiation():
+def test_moba_routing_has_zero_derivatives():
     query, key, *_ = MoBACase(lengths=(61,)).operands()
 
     def total(query, key):
@@ -93,7 +93,7 @@ def test_routing_is_constant_to_differentiation():
         ("not causal", "reference"),
     ],
 )
-def test_a_routing_given_back_changes_nothing(name, implementation):
+def test_given_routing_matches_the_routing_of_the_call(name, implementation):
     case = CASES[name]
     expected = case.results(implementation)
     actual = case.results(implementation, routing_of(name))
@@ -113,14 +113,14 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("name", ["grouped heads", "packed", "not causal", "more keys, masked"])
-def test_edited_routings(name, edit):
+def test_edited_routing_is_accurate(name, edit):
     case = CASES[name]
     indices = EDITS[edit](np.asarray(routing_of(name).indices), np.random.default_rng(3))
     routing = dataclasses.replace(routing_of(name), indices=indices)
     assert_accurate(case, case.results("xla", routing), dense_results(case, indices))
 
 
-def test_a_routing_is_shared_between_layers_in_one_program():
+def test_new_routing_of_the_same_shape_does_not_retrace():
     """A pytree with static options: new indices compile nothing."""
     query, key, value, *_ = MoBACase(lengths=(61,)).operands()
     traces = 0
@@ -158,7 +158,7 @@ def test_pattern_round_trip(name):
     assert_same_blocks(compiled_quickly(convert)(pattern), routing)
 
 
-def test_routing_from_a_pattern():
+def test_from_pattern_orders_blocks_and_checks_top_k():
     pattern = np.zeros((2, 1, 4), bool)
     pattern[0, 0, [0, 2, 3]] = True
     routing = Routing.from_pattern(pattern, block_size=64)
@@ -170,7 +170,7 @@ def test_routing_from_a_pattern():
     np.testing.assert_array_equal(traced.indices[0, 0], [3, 2])
 
 
-def test_a_pattern_of_all_blocks_is_causal_attention():
+def test_pattern_of_all_blocks_matches_causal_attention():
     query, key, value, *_ = MoBACase(lengths=(61,)).operands()
     routing = Routing.from_pattern(jnp.ones((1, 61, 2, 4), bool), block_size=16)
     np.testing.assert_allclose(
@@ -193,7 +193,7 @@ def lists_by_loops(case: MoBACase, indices: np.ndarray, num_blocks: int) -> dict
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_block_lists(name):
+def test_block_lists_match_loops_and_round_trip(name):
     case, routing = CASES[name], routing_of(name)
     sequence_offsets = case.packing.get("sequence_offsets")
     lists = compiled_quickly(Routing.to_block_lists)(routing, sequence_offsets)
@@ -216,14 +216,14 @@ def test_block_lists(name):
     assert_same_blocks(back, routing)
 
 
-def test_lists_count_a_block_named_twice_once():
+def test_block_lists_count_a_repeated_block_once():
     routing = Routing(jnp.asarray([[[1, 1, 0]], [[7, -1, 1]]], jnp.int32), 16, 2)
     offsets, counts, rows = routing.to_block_lists()
     np.testing.assert_array_equal(counts[0, 0], [1, 2])
     np.testing.assert_array_equal(rows[offsets[0, 0, 1] :][:2], [0, 1])
 
 
-def test_lists_as_flash_moba_makes_them():
+def test_from_block_lists_accepts_lists_of_flash_moba():
     """int64 offsets, lists anywhere in the rows, in any order, and rows that nobody listed."""
     offsets = np.asarray([[[5, 2, 2]], [[7, 0, 9]]])  # [sequences, heads, blocks]
     counts = np.asarray([[[2, 0, 3]], [[2, 2, 0]]], np.int32)
@@ -238,7 +238,7 @@ def test_lists_as_flash_moba_makes_them():
     np.testing.assert_array_equal(jax.jit(convert)(offsets, counts, rows).indices[0, :, 0, 0], [2, 2, 2, 0])
 
 
-def test_attention_after_a_round_trip_through_lists():
+def test_attention_with_a_routing_from_block_lists_is_accurate():
     case = CASES["packed"]
     routing = routing_of("packed")
     sequence_offsets = jnp.asarray(case.packing["sequence_offsets"])
@@ -282,12 +282,12 @@ PACKED_ROUTING = Routing(jnp.zeros((4, 1, 2), jnp.int32), 16, 2)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_mistakes_in_conversions(function, message):
+def test_invalid_conversions_raise_value_error(function, message):
     with pytest.raises(ValueError, match=message):
         function()
 
 
-def test_routings_too_large_for_lists_are_refused():
+def test_to_block_lists_of_too_many_indices_raises_value_error():
     indices = jax.ShapeDtypeStruct((2**20, 32, 64), jnp.int32)
     with pytest.raises(ValueError, match=r"fewer than 2\*\*31 indices .* got 2147483648"):
         jax.eval_shape(Routing.to_block_lists, Routing(indices, 128, 8192))

@@ -43,7 +43,7 @@ batched_gradients = functools.partial(gradients, attend_with_residual)
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, 0, 2), (0, None, None), (None, 0, None), (None, None, 1)])
-def test_vmap_of_batched_operands(in_axes):
+def test_vmap_of_batched_operands_matches_a_loop(in_axes):
     shapes = ((2, 37, 4, 8), (2, 40, 2, 8), (2, 40, 2, 8))
     arrays = random_arrays(*(s if a is None else (*s[:a], 3, *s[a:]) for s, a in zip(shapes, in_axes, strict=True)))
     assert_maps(batched_gradients, in_axes, *arrays)
@@ -62,7 +62,7 @@ def packed_gradients(is_causal):
     ("mapped", "is_causal"),
     [("offsets", True), ("mask", True), ("both", True), ("neither", True), ("both", False), ("neither", False)],
 )
-def test_vmap_of_packed_operands_and_tables(mapped, is_causal):
+def test_vmap_of_packed_operands_and_tables_matches_a_loop(mapped, is_causal):
     query, key, value = random_arrays((3, 50, 4, 8), (3, 50, 2, 8), (3, 50, 2, 8))
     masks = jnp.asarray(np.random.default_rng(1).uniform(size=(3, 50)) < 0.7)
     offsets_axis, mask_axis = 0 if mapped in ("offsets", "both") else None, 0 if mapped in ("mask", "both") else None
@@ -77,7 +77,7 @@ def gradients_with_a_routing(query, key, value, indices):
 
 
 @pytest.mark.parametrize("routing_axis", [0, None])
-def test_vmap_of_a_given_routing(routing_axis):
+def test_vmap_of_a_given_routing_matches_a_loop(routing_axis):
     query, key, value = random_arrays((3, 50, 4, 8), (3, 50, 2, 8), (3, 50, 2, 8))
     indices = jnp.asarray(np.random.default_rng(1).integers(-1, 4, (3, 50, 4, 2)), jnp.int32)
 
@@ -85,7 +85,7 @@ def test_vmap_of_a_given_routing(routing_axis):
     assert_maps(gradients_with_a_routing, (0, 0, 0, routing_axis), query, key, value, indices)
 
 
-def test_nested_vmap():
+def test_nested_vmap_matches_a_loop():
     query, key, value = random_arrays((2, 3, 40, 2, 8), (3, 40, 2, 8), (2, 40, 2, 8))
 
     def function(query, key, value, offsets):
@@ -98,7 +98,7 @@ def test_nested_vmap():
     assert_close(actual, expected, 1e-4)
 
 
-def test_gradient_of_vmap_with_shared_key_and_value():
+def test_gradient_of_vmap_with_shared_key_and_value_matches_a_loop():
     query, key, value = random_arrays((3, 40, 4, 8), (40, 2, 8), (40, 2, 8))
     mapped = jax.vmap(attend_with_residual, (0, None, None))
     looped = functools.partial(loop, attend_with_residual, (0, None, None))
@@ -135,13 +135,13 @@ def test_vmap_folds_into_one_call():
     ],
     ids=["jvp", "jit of jvp", "jacfwd", "linearize", "hessian", "checkpoint"],
 )
-def test_forward_mode_names_the_implementation_to_use(transform):
+def test_forward_mode_raises_type_error_with_the_supported_implementation(transform):
     query, key, value = random_arrays((20, 1, 4), (20, 1, 4), (20, 1, 4))
     with pytest.raises(TypeError, match='implementation="reference"'):
         transform(lambda x: attend(x, key, value), query)
 
 
-def test_forward_mode_of_the_reference():
+def test_forward_mode_of_the_reference_matches_finite_differences():
     query, key, value, tangent = random_arrays((30, 2, 8), (30, 1, 8), (30, 1, 8), (30, 1, 8))
     routing = moba_routing(query, key, block_size=16, top_k=2)
     function = jax.jit(functools.partial(attend, implementation="reference", routing=routing))
@@ -152,7 +152,7 @@ def test_forward_mode_of_the_reference():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_second_derivative(packed):
+def test_second_derivative_matches_the_reference(packed):
     query, key, value = random_arrays((45, 2, 8), (45, 1, 8), (45, 1, 8))
     packing = {"sequence_offsets": jnp.asarray([0, 20, 20, 40], jnp.int32)} if packed else {}
 
@@ -170,7 +170,7 @@ def test_second_derivative(packed):
         np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4 * np.abs(e).max())
 
 
-def test_everything_but_operands_has_zero_gradient():
+def test_routing_offsets_and_mask_have_zero_gradient():
     query, key, value = random_arrays((20, 2, 8), (20, 2, 8), (20, 2, 8))
     routing = moba_routing(query, key, block_size=16, top_k=2)
 
@@ -195,7 +195,7 @@ def test_no_gradient_flows_through_the_routing():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_residuals(dtype):
+def test_residuals_are_operands_results_and_integer_tables(dtype):
     """Operands, output and log-sum-exp are kept, of integers tables and lists; nothing else."""
     query, key, value = random_arrays((64, 4, 8), (64, 2, 8), (64, 2, 8), dtype=dtype)
     (output, log_sum), pull_back = jax.vjp(attend_with_residual, query, key, value)
@@ -246,7 +246,7 @@ def executions(monkeypatch) -> collections.Counter:
         ((MOBA_OUTPUT, MOBA_ROUTING), dict(route=1, make_lists=1, forward=1, backward=1)),
     ],
 )
-def test_what_is_repeated_under_named_policies(names, expected, executions):
+def test_checkpoint_policies_repeat_only_the_unsaved_passes(names, expected, executions):
     query, key, value, weight = random_arrays((40, 2, 8), (40, 2, 8), (40, 2, 8), (8, 8))
     # A scale of its own makes a call that nobody has traced before.
     scale = 0.31 if names is None else 0.32 + 0.01 * sum(map(len, names))
@@ -261,7 +261,7 @@ def test_what_is_repeated_under_named_policies(names, expected, executions):
     assert executions == expected
 
 
-def test_scan_over_layers_with_remat():
+def test_scan_over_checkpointed_layers_matches_the_reference():
     query, key, value, weights = random_arrays((40, 2, 8), (40, 2, 8), (40, 2, 8), (3, 8, 8))
     policy = jax.checkpoint_policies.save_only_these_names(MOBA_OUTPUT, MOBA_ROUTING)
 
@@ -277,7 +277,7 @@ def test_scan_over_layers_with_remat():
     assert_close(*results, 1e-3)
 
 
-def test_new_offsets_do_not_compile_again():
+def test_new_offsets_do_not_recompile():
     query, key, value = random_arrays((50, 2, 8), (50, 2, 8), (50, 2, 8))
     traces = 0
 
@@ -307,7 +307,7 @@ def test_concrete_offsets_do_not_change_the_program():
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.division("batch", "gradients", operation="moba", kind="manual")
-def test_shard_map_with_replicated_key_and_value(packed):
+def test_shard_map_with_replicated_key_and_value_matches_one_device(packed):
     query, key, value, cotangent = random_arrays((4, 40, 4, 8), (1, 40, 2, 8), (1, 40, 2, 8), (4, 40, 4, 8))
     offsets = jnp.asarray([0, 3, 37], jnp.int32)
 
@@ -334,7 +334,7 @@ def test_shard_map_with_replicated_key_and_value(packed):
 
 
 @pytest.mark.division("heads", operation="moba", kind="manual")
-def test_shard_map_of_heads_with_a_routing():
+def test_shard_map_over_heads_with_a_routing_matches_one_device():
     query, key, value = random_arrays((1, 40, 4, 8), (1, 40, 4, 8), (1, 40, 4, 8))
     spec = P(None, None, "x")
 
@@ -371,7 +371,7 @@ def masked_results(implementation):
         (P(), "reference"),
     ],
 )
-def test_explicit_shardings(spec, implementation):
+def test_explicit_shardings_match_one_device(spec, implementation):
     """Each device computes its batch rows and heads; results are sharded as the operands are."""
     query, key, value = random_arrays((4, 36, 4, 8), (4, 36, 2, 8), (4, 36, 2, 8))
     mask = jnp.asarray(np.random.default_rng(1).uniform(size=(4, 36)) < 0.7)
@@ -387,7 +387,7 @@ def test_explicit_shardings(spec, implementation):
     assert_close(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected), 1e-4)
 
 
-def test_explicit_shardings_outside_jit_and_of_packed_tokens():
+def test_explicit_shardings_of_packed_tokens_match_one_device():
     query, key, value = random_arrays((40, 4, 8), (40, 2, 8), (40, 2, 8))
     offsets = jnp.asarray([0, 3, 37], jnp.int32)
     expected = attend(query, key, value, sequence_offsets=offsets)
@@ -400,7 +400,7 @@ def test_explicit_shardings_outside_jit_and_of_packed_tokens():
         assert_close(np.asarray(actual), np.asarray(expected))
 
 
-def test_export_round_trip_with_gradients():
+def test_export_of_gradients_round_trips():
     query, key, value = random_arrays((2, 40, 4, 8), (2, 40, 2, 8), (2, 40, 2, 8))
     compute = jax.jit(functools.partial(gradients, attend_with_residual))
     exported = jax.export.export(compute, platforms=["cpu"])(query, key, value)

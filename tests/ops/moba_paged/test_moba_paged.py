@@ -189,7 +189,7 @@ MANY_BLOCKS = MoBAPagedCase(paged=PagedCase(kv_lengths=(33_000, 70)), top_k=4)
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_values(implementation, name):
+def test_output_and_residual_are_accurate(implementation, name):
     case = CASES[name]
     if name == "float64":
         with jax.enable_x64(True):
@@ -203,7 +203,7 @@ def test_values(implementation, name):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_two_runs_agree_in_every_bit(implementation):
+def test_repeated_calls_agree_bitwise(implementation):
     case = CASES["pages of 16"]
     for one, other in zip(case.results(implementation), case.attend(implementation), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -223,7 +223,7 @@ def last_rows_of_moba(tokens: int) -> tuple[dict[str, Any], tuple[jax.Array, jax
 
 
 @pytest.mark.parametrize(("implementation", "tokens"), [("reference", 1), ("xla", 9), ("triton", 4)])
-def test_last_rows_of_moba_attention(implementation, tokens):
+def test_results_match_the_last_rows_of_moba_attention(implementation, tokens):
     """Nine queries begin in the block before the last one."""
     arguments, expected = last_rows_of_moba(tokens)
     results = moba_paged_attention(
@@ -234,7 +234,7 @@ def test_last_rows_of_moba_attention(implementation, tokens):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_all_blocks_are_paged_attention(implementation):
+def test_top_k_of_all_blocks_matches_paged_attention(implementation):
     case = CASES["more than there are"]
     arguments = {name: x for name, x in case.arguments.items() if name != "key_centroids"}
     expected = compiled_quickly(functools.partial(paged_attention, return_residual=True, implementation="xla"))
@@ -260,7 +260,7 @@ def chosen_blocks(implementation: str, centroids: np.ndarray, top_k: int) -> set
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_ties_and_bad_scores(implementation):
+def test_ties_choose_the_later_block_and_nan_is_never_chosen(implementation):
     choose = functools.partial(chosen_blocks, implementation)
     assert choose([1, 1, 1, 0, 1, 0, 0, 0], 3) == {8, 4, 2}, "of equal scores the later block"
     assert choose([-1, 0.0, -0.0, -1, -0.0, -2, -1, -1], 3) == {8, 4, 2}, "0 too, of either sign"
@@ -269,7 +269,7 @@ def test_ties_and_bad_scores(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_wild_lengths_and_pages_stay_within_their_arrays(implementation):
+def test_out_of_range_lengths_and_pages_are_clipped(implementation):
     """The interpreter refuses to read elsewhere; and results are those of lengths and pages clipped."""
     case = CASES["pages of 3, edges of blocks, fewer queries"]
     problem = case.paged.problem
@@ -286,7 +286,7 @@ def test_wild_lengths_and_pages_stay_within_their_arrays(implementation):
 
 
 @pytest.mark.parametrize("name", ["e4m3, scales of tokens", "contiguous, bfloat16"])
-def test_vmap(name):
+def test_vmap_matches_single_calls(name):
     """Caches of their own, and one cache for all."""
     case = CASES[name]
     arguments = {name: x for name, x in case.arguments.items() if x is not None}
@@ -306,7 +306,7 @@ def test_vmap(name):
 
 
 @pytest.mark.parametrize("is_contiguous", [False, True])
-def test_explicit_mesh(is_contiguous):
+def test_explicit_mesh_matches_one_device(is_contiguous):
     arguments, expected = last_rows_of_moba(4)
     arguments = dict(arguments)
     if not is_contiguous:
@@ -325,7 +325,7 @@ def test_explicit_mesh(is_contiguous):
 
 
 @pytest.mark.division("batch", operation="moba_paged", kind="manual")
-def test_export_and_shard_map():
+def test_export_and_shard_map_match_one_device():
     arguments, expected = last_rows_of_moba(4)
     attend = functools.partial(moba_paged_attention, block_size=16, top_k=3, return_residual=True)
     names = tuple(name for name, x in arguments.items() if x is not None)
@@ -343,7 +343,7 @@ def test_export_and_shard_map():
             np.testing.assert_allclose(np.asarray(actual), np.asarray(wanted), rtol=1e-5, atol=1e-5)
 
 
-def test_is_for_inference():
+def test_differentiation_raises_type_error():
     arguments, _ = last_rows_of_moba(1)
     query = arguments["query"]
 
@@ -356,7 +356,7 @@ def test_is_for_inference():
 
 
 @pytest.mark.parametrize("choice", [2, 32])
-def test_more_blocks_than_a_tile_of_scores(monkeypatch, choice):
+def test_blocks_scored_in_several_tiles_are_accurate(monkeypatch, choice):
     """The kernels go through the mean keys, the queries and the scores in several steps, choices by themselves."""
     # A scale of its own: programs of other tests' calls have larger tiles.
     case = CASES["pages of 16"]
@@ -367,7 +367,7 @@ def test_more_blocks_than_a_tile_of_scores(monkeypatch, choice):
     case.check(case.attend("triton"))
 
 
-def test_sixteen_keys_of_each_query_at_a_time(monkeypatch):
+def test_keys_gathered_in_several_steps_are_accurate(monkeypatch):
     # A scale of its own: programs of other tests' calls have larger tiles.
     case = CASES["tiles of a block"]
     case = dataclasses.replace(case, paged=dataclasses.replace(case.paged, scale=0.3))
@@ -388,13 +388,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_mistakes_are_named(message):
+def test_invalid_arguments_raise_value_error(message):
     arguments, _ = last_rows_of_moba(1)
     with pytest.raises(ValueError, match=message):
         moba_paged_attention(**arguments | {"block_size": 16, "top_k": 3} | BAD[message])
 
 
-def test_empty_calls():
+def test_empty_calls_return_zeros():
     arguments, _ = last_rows_of_moba(1)
     output, log_sum = moba_paged_attention(
         **arguments | {"query": jnp.zeros((2, 0, 4, 16))}, block_size=16, top_k=3, return_residual=True
@@ -406,5 +406,5 @@ def test_empty_calls():
     assert output.shape == (2, 1, 4, 8) and not output.any() and (log_sum == -jnp.inf).all()
 
 
-def test_cases_have_dtypes_of_eight_bits():
+def test_cases_cover_every_eight_bit_dtype():
     assert {case.paged.cache_dtype for case in CASES.values()} >= set(EIGHT_BITS)

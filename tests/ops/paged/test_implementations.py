@@ -100,7 +100,7 @@ KERNEL_CASES = {
     "more splits than keys": PagedCase(kv_lengths=EDGES, num_splits=8, query_heads=4, key_heads=2, sinks=True),
 }  # fmt: skip
 
-# What only arrays compute; `test_kernels_decline` says why.
+# What only arrays compute; `test_kernels_decline_unsupported_cases_with_a_remedy` says why.
 DECLINED = {
     "float64": PagedCase(kv_lengths=EDGES, dtype="float64", query_tokens=2, sinks=True, key_scale="token"),
     "float32 beside e4m3": PagedCase(kv_lengths=FEW, cache_dtype="float8_e4m3fn"),
@@ -111,30 +111,30 @@ DECLINED = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("implementation", MODULES)
-def test_values(implementation, name):
+def test_output_and_residual_are_accurate(implementation, name):
     assert load(implementation).supports(CASES[name].problem) is None
     assert_accurate(CASES[name], CASES[name].results(implementation))
 
 
 @pytest.mark.parametrize("name", KERNEL_CASES)
-def test_values_of_kernels(name):
+def test_kernels_are_accurate(name):
     assert_accurate(KERNEL_CASES[name], KERNEL_CASES[name].results("triton"))
 
 
 @pytest.mark.parametrize("name", DECLINED)
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
-def test_values_of_arrays_alone(implementation, name):
+def test_array_implementations_of_declined_cases_are_accurate(implementation, name):
     with jax.enable_x64(name == "float64"):
         assert_accurate(DECLINED[name], DECLINED[name].results(implementation))
 
 
 @pytest.mark.parametrize("name", DECLINED)
-def test_kernels_decline(name):
+def test_kernels_decline_unsupported_cases_with_a_remedy(name):
     assert "implementation='xla'" in load("triton").supports(DECLINED[name].problem)
 
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
-def test_values_with_x64_enabled(implementation):
+def test_results_with_x64_enabled_are_accurate(implementation):
     with jax.enable_x64(True):
         results = compiled_quickly(CASES["scales of tokens"].compute(implementation).__wrapped__)
         assert_accurate(CASES["scales of tokens"], results(*CASES["scales of tokens"].operands()))
@@ -178,18 +178,18 @@ def cases(draw) -> PagedCase:
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
 @hypothesis.settings(max_examples=3)
 @hypothesis.given(case=cases())
-def test_drawn_cases(implementation, case):
+def test_drawn_cases_are_accurate(implementation, case):
     assert_accurate(case, case.results(implementation))
 
 
 @hypothesis.settings(max_examples=8)
 @hypothesis.given(case=cases())
-def test_drawn_cases_of_kernels(case):
+def test_drawn_cases_of_kernels_are_accurate(case):
     assert_accurate(case, case.results("triton"))
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 5, 16])
-def test_splits_change_nothing_but_rounding(num_splits):
+def test_number_of_splits_keeps_accuracy(num_splits):
     """In the kernels, which alone read `num_splits`: each of them is as accurate as the others."""
     case = PagedCase(kv_lengths=(0, 1, 64, 300), query_tokens=2, query_heads=4, sinks=True, num_splits=num_splits)
     assert_accurate(case, case.results("triton"))
@@ -213,7 +213,7 @@ def test_split_size_makes_results_independent_of_the_batch(implementation, dtype
 
 
 @pytest.mark.parametrize("implementation", MODULES)
-def test_pages_do_not_matter(implementation):
+def test_page_size_keeps_results_bitwise(implementation):
     """Bitwise: the same keys in pages of 1 and of 16, and in no pages."""
     case = PagedCase(kv_lengths=(0, 15, 144), query_tokens=3, query_heads=4, key_heads=2, spare_pages=0)
     expected = case.results(implementation)
@@ -231,7 +231,7 @@ def test_repeated_calls_agree_bitwise(implementation, name):
 
 @pytest.mark.parametrize("implementation", MODULES)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_poison_of_a_sequence_stays_there(implementation, poison):
+def test_nan_and_inf_stay_in_their_sequence_and_head(implementation, poison):
     """NaN or infinity among the keys and values of one sequence and head changes no bit of any other."""
     case = PagedCase(
         kv_lengths=(20, 40, 40), query_tokens=3, query_lengths=(3, 2, 3), query_heads=4, key_heads=2, num_splits=2
@@ -250,7 +250,7 @@ def test_poison_of_a_sequence_stays_there(implementation, poison):
 
 
 @pytest.mark.parametrize("implementation", MODULES)
-def test_wild_pages_and_lengths_are_clipped(implementation):
+def test_out_of_range_pages_and_lengths_are_clipped(implementation):
     """What no host has checked leads nowhere outside of the arrays."""
     case = PagedCase(
         kv_lengths=(30, 40, 48), query_tokens=2, query_lengths=(2, 1, 2), query_heads=4, spare_pages=0, num_splits=2
@@ -269,7 +269,7 @@ def test_wild_pages_and_lengths_are_clipped(implementation):
     assert np.isfinite(actual[1][2]).all()
 
 
-def test_xla_never_makes_scores_of_all_keys():
+def test_xla_allocates_no_scores_of_all_keys():
     """Temporary memory of a call of 65,536 keys, which is only compiled, is a fraction of its keys'."""
     problem = dataclasses.replace(PagedCase(kv_lengths=(16,)).problem, max_pages=4096, num_pages=4096)
     shapes = dict(query=(1, 1, 2, 16), key=(4096, 16, 1, 16), value=(4096, 16, 1, 16))

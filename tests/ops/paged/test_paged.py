@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.mark.parametrize("implementation", [None, "reference", "triton"])
 @pytest.mark.parametrize("name", CASES)
-def test_values(name, implementation):
+def test_output_and_residual_are_accurate(name, implementation):
     arguments = CASES[name].arguments()
     arrays = {key: x for key, x in arguments.items() if isinstance(x, jax.Array)}
     options = {key: x for key, x in arguments.items() if key not in arrays}
@@ -41,14 +41,14 @@ def test_values(name, implementation):
     assert_accurate(CASES[name], function(**arrays))
 
 
-def test_values_outside_jit_and_the_residual_on_request_only():
+def test_call_outside_jit_is_accurate_and_returns_the_residual_only_on_request():
     case = CASES["paged"]
     output = paged_attention(**case.arguments())
     assert isinstance(output, jax.Array)
     assert_accurate(case, attend(**case.arguments()))
 
 
-def test_numpy_arrays_and_lists_of_options():
+def test_numpy_arrays_and_lists_of_implementations_are_accepted():
     case = CASES["paged"]
     arguments = {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in case.arguments().items()}
     assert_close(attend(**arguments, implementation=["triton", "xla"]), attend(**case.arguments()))
@@ -58,7 +58,7 @@ def test_numpy_arrays_and_lists_of_options():
 
 
 @pytest.mark.parametrize("name", ["key_scale", "value_scale", "query_scale"])
-def test_every_form_of_a_scale_is_the_same_factor(name):
+def test_scalar_and_tensor_scales_are_the_same_factor(name):
     arguments, factor = simple_arguments(dtype=jnp.bfloat16), 1.5
     scaled = {"key_scale": "key_pages", "value_scale": "value_pages", "query_scale": "query"}[name]
     expected = attend(**(arguments | {scaled: arguments[scaled] * jnp.asarray(factor, jnp.bfloat16)}))
@@ -90,7 +90,7 @@ def describe(arguments, **options):
     return describe_paged_call(**(defaults | {"is_causal": True} | arguments | options))
 
 
-def test_windows_that_cut_nothing_off_are_none():
+def test_windows_that_mask_nothing_are_normalised_to_none():
     """One program for each meaning: a window as long as the cache is no window."""
     windows = {
         (True, 3): (True, (3, None)),
@@ -123,7 +123,7 @@ def test_splits_follow_from_shapes():
     assert describe(longer, split_size=192).num_splits == 6
 
 
-def test_chosen_splits():
+def test_choose_splits_occupies_the_gpu_within_the_number_of_keys():
     """Enough to occupy a GPU, no more than there are keys for, and none where sequences occupy it by themselves."""
     shapes = dict(query_tokens=1, group_size=4, key_heads=8)
     for batch in (1, 3, 16, 32, 1000):
@@ -144,7 +144,7 @@ def test_num_splits_and_split_size_change_nothing_but_rounding():
         assert_close(attend(**arguments, **options), expected)
 
 
-def test_calls_depend_on_shapes_alone():
+def test_new_lengths_and_pages_do_not_recompile():
     """Other lengths and page numbers compile nothing."""
     from blockdiag.ops.paged.api import _attention
 
@@ -169,7 +169,7 @@ def padded_to_packed(case: PagedCase) -> tuple[dict, np.ndarray]:
 
 
 @pytest.mark.parametrize("max_query_length", [None, 3])
-def test_packed_queries(max_query_length):
+def test_packed_queries_equal_padded_queries_bitwise(max_query_length):
     case = dataclasses.replace(CASES["everything"], kv_lengths=(2, 0, 40, 30), query_lengths=(3, 0, 2, 1))
     expected = attend(**case.arguments())
     packed, is_row = padded_to_packed(case)
@@ -179,7 +179,7 @@ def test_packed_queries(max_query_length):
     assert not np.asarray(actual[0][-2:]).any() and (np.asarray(actual[1][-2:]) == -np.inf).all()
 
 
-def test_packed_queries_beyond_the_longest_are_nan_where_offsets_are_traced():
+def test_packed_queries_beyond_max_query_length_are_nan_with_traced_offsets():
     arguments = simple_arguments(batch=3)
     query = arguments.pop("query")
     rows = jnp.concatenate([query[:, 0]] * 2)
@@ -206,7 +206,7 @@ def test_packed_queries_beyond_the_longest_are_nan_where_offsets_are_traced():
         (0, None, 7, 3, 4),
     ],
 )
-def test_empty_calls(batch, tokens, pages, columns, rows, implementation):
+def test_empty_calls_return_zeros(batch, tokens, pages, columns, rows, implementation):
     """Without sequences, queries, pages, columns of the table, or packed rows."""
     shape = (batch, tokens, 4, 8) if rows is None else (rows, 4, 8)
     packing = {} if rows is None else {"query_offsets": jnp.zeros(batch + 1, jnp.int32)}
@@ -218,14 +218,14 @@ def test_empty_calls(batch, tokens, pages, columns, rows, implementation):
     assert not output.any() and (log_sum == -jnp.inf).all()
 
 
-def test_an_empty_contiguous_cache():
+def test_empty_contiguous_cache_returns_zeros():
     output, log_sum = attend(
         jnp.ones((2, 1, 4, 8)), jnp.ones((2, 0, 2, 8)), jnp.ones((2, 0, 2, 8)), None, jnp.zeros(2, jnp.int32)
     )
     assert not output.any() and (log_sum == -jnp.inf).all()
 
 
-def test_wild_pages_and_lengths_are_safe_where_traced():
+def test_out_of_range_pages_and_lengths_are_clipped_when_traced():
     arguments = simple_arguments()
     call = compiled_quickly(attend)
     wild = arguments | dict(
@@ -240,7 +240,7 @@ def test_wild_pages_and_lengths_are_safe_where_traced():
 # --- who computes it ----------------------------------------------------------------------------------------------
 
 
-def test_implementations_are_those_of_paged_attention():
+def test_capabilities_list_the_implementations_of_paged_attention():
     problem = describe(simple_arguments())
     assert set(capabilities(problem)) == {"reference", "xla", "triton"}
     assert resolve(problem, None).elsewhere.name == "xla"
@@ -249,7 +249,7 @@ def test_implementations_are_those_of_paged_attention():
     assert resolve(dataclasses.replace(double, batch=0), ("triton",)).elsewhere.name == "reference"
 
 
-def test_an_implementation_that_cannot_says_why():
+def test_unsupported_implementation_raises_not_implemented_error():
     arguments = simple_arguments()
     arguments |= {name: arguments[name][..., :7] for name in ("query", "key_pages")}
     with pytest.raises(NotImplementedError, match="implementation='triton' cannot compute this call"):
@@ -413,18 +413,18 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name):
+def test_invalid_arguments_raise_value_error(name):
     changes, message = MISTAKES[name]
     with pytest.raises(ValueError, match=message):
         paged_attention(**(GOOD | changes))
 
 
-def test_what_the_mistakes_start_from_is_right():
+def test_valid_arguments_of_the_invalid_cases_are_accepted():
     assert paged_attention(**GOOD).shape == (2, 3, 4, 24)
     assert paged_attention(**(GOOD | PACKED)).shape == (80, 4, 24)
 
 
-def test_traced_options_are_refused():
+def test_traced_options_raise_value_error():
     for name in ("num_splits", "split_size", "local_window_size", "logits_soft_cap", "scale"):
         with pytest.raises(ValueError, match=f"`{name}` must be .* known when tracing"):
             jax.jit(lambda x, name=name: paged_attention(**GOOD, **{name: x}))(64)
@@ -433,7 +433,7 @@ def test_traced_options_are_refused():
 # --- merged states ------------------------------------------------------------------------------------------------
 
 
-def test_merged_parts_are_the_whole():
+def test_merged_states_of_parts_match_the_whole():
     """Attention to the first keys and to the rest is attention to all: as sequences of arrays and stacked."""
     arguments = simple_arguments(tokens=2) | dict(kv_lengths=integers(12, 9))
     expected = attend(**arguments, is_causal=False)
@@ -445,7 +445,7 @@ def test_merged_parts_are_the_whole():
     assert_close(merge_attention_states(jnp.stack(outputs), jnp.stack(lses)), expected)
 
 
-def test_parts_that_saw_nothing_play_no_part():
+def test_merge_ignores_parts_with_a_log_sum_exp_of_minus_infinity():
     outputs = jnp.asarray([[[1.0], [jnp.nan], [3.0]], [[jnp.nan], [jnp.inf], [5.0]]])
     lses = jnp.asarray([[0.5, -jnp.inf, 1.0], [-jnp.inf, -jnp.inf, 1.0]])
     output, lse = merge_attention_states(outputs, lses)
@@ -496,6 +496,6 @@ def test_merging_is_differentiable():
         (zeros(2, 3, 4), zeros(2, 3, dtype=jnp.int32), "`lses` must have a floating dtype, got int32"),
     ],
 )
-def test_mistakes_in_merging(outputs, lses, message):
+def test_merge_with_invalid_arguments_raises_value_error(outputs, lses, message):
     with pytest.raises(ValueError, match=message):
         merge_attention_states(outputs, lses)

@@ -53,7 +53,7 @@ compiled_once = functools.cache(compiled_quickly)
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else value.__name__,
 )
-def test_vmap_is_a_loop(function, axes):
+def test_vmap_matches_a_loop(function, axes):
     size, arguments, generator = 3, simple_arguments(tokens=2), np.random.default_rng(1)
     arguments |= dict(
         sinks=jnp.asarray(generator.normal(size=4).astype(np.float32)),
@@ -77,7 +77,7 @@ def test_vmap_is_a_loop(function, axes):
     assert_close(compiled_quickly(jax.vmap(function, in_axes))(*arrays), expected)
 
 
-def test_vmap_keeps_page_numbers_within_an_element():
+def test_vmap_clips_page_numbers_within_an_element():
     """A page number beyond the pool is clipped to it, not into the next element's pages."""
     arguments = simple_arguments()
     pages = {
@@ -94,7 +94,7 @@ def test_vmap_keeps_page_numbers_within_an_element():
     assert np.isnan(output[1]).all()
 
 
-def test_nested_vmap():
+def test_nested_vmap_matches_a_loop():
     arguments = simple_arguments(tokens=2)
     queries = random_arrays((3, 2, *arguments["query"].shape))[0]
     lengths = jnp.asarray([[1, 12], [5, 0]], jnp.int32)
@@ -141,7 +141,7 @@ def test_vmap_chooses_splits_for_the_folded_call(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_differentiation_says_what_to_use(name, transform, implementation):
+def test_differentiation_raises_type_error_with_a_remedy(name, transform, implementation):
     arguments = simple_arguments() | dict(sinks=jnp.zeros(4), key_scale=jnp.ones((2, 2)))
 
     def call(x):
@@ -159,7 +159,7 @@ def test_differentiation_says_what_to_use(name, transform, implementation):
         transforms[transform](arguments[name])
 
 
-def test_what_is_not_differentiated_may_stand_beside_it():
+def test_stopped_gradients_beside_paged_attention_are_allowed():
     arguments = simple_arguments()
 
     def loss(weight):
@@ -175,7 +175,7 @@ def test_what_is_not_differentiated_may_stand_beside_it():
 
 @pytest.mark.parametrize("implementation", ["xla", "reference", "triton"])
 @pytest.mark.division("batch", operation="paged", kind="manual")
-def test_shard_map_with_shared_pages(implementation):
+def test_shard_map_with_replicated_pages_matches_one_device(implementation):
     """Sequences on several devices read replicated pages."""
     arguments = simple_arguments(batch=4)
     names = tuple(arguments)
@@ -198,7 +198,7 @@ def test_shard_map_with_shared_pages(implementation):
         ("contiguous", P("x", None, "y")),
     ],
 )
-def test_explicit_shardings(form, spec):
+def test_explicit_shardings_match_one_device(form, spec):
     """Each device computes its batch rows and heads, of its heads of the pages."""
     arguments = simple_arguments(batch=4, pages=4)
     if form == "contiguous":
@@ -217,7 +217,7 @@ def test_explicit_shardings(form, spec):
     assert_close(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected))
 
 
-def test_explicit_shardings_of_packed_queries_and_of_pools():
+def test_explicit_shardings_of_packed_queries_match_and_of_pools_raise_value_error():
     arguments = simple_arguments(batch=4, pages=4)
     query = arguments.pop("query")[:, 0]
     packed = arguments | {"query_offsets": jnp.asarray([0, 1, 2, 3, 4], jnp.int32)}
@@ -232,7 +232,7 @@ def test_explicit_shardings_of_packed_queries_and_of_pools():
             attend(jax.device_put(query, P("x")), **packed)
 
 
-def test_export_round_trip():
+def test_export_round_trips():
     arguments = simple_arguments()
     compute = jax.jit(attend)
     exported = jax.export.export(compute, platforms=["cpu"])(**arguments)
