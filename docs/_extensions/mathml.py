@@ -1,5 +1,7 @@
 """Formulas as MathML, which browsers show by themselves: no script, no font and no network when a page is read."""
 
+import html
+import re
 from typing import Any
 from xml.etree import ElementTree
 
@@ -32,7 +34,9 @@ def _visit_block(translator: Any, node: nodes.Element) -> None:
 
 def _with_plain_braces(formula: str) -> str:
     r"""Braces of a set keep their size: only those of \left, \right and cases, at the ends of a row, stretch."""
-    root = ElementTree.fromstring(formula)
+    # XML has no names for other characters, such as spaces.
+    named = re.compile(r"&(?!(?:amp|lt|gt|quot|apos);)\w+;")
+    root = ElementTree.fromstring(named.sub(lambda name: html.unescape(name[0]), formula))
     for parent in root.iter():
         inner = parent[1:-1] if parent.tag == f"{{{_NAMESPACE}}}mrow" else parent
         for child in inner:

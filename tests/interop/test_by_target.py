@@ -44,7 +44,7 @@ def test_by_target_on_a_cpu_runs_the_default_function():
 
 
 def test_by_target_with_different_shapes_raises_type_error():
-    with pytest.raises(TypeError, match="the same arrays"):
+    with pytest.raises(TypeError, match="the same shapes and dtypes"):
         by_target(is_hopper, sine, lambda x: [x[:2]], X)
 
 

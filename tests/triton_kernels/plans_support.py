@@ -60,6 +60,7 @@ def expected_parameters(plan: LaunchPlan, leaf) -> list[tuple[str, str, bool]]:
             return [(name, {"fp32": "f32"}.get(argument.dtype, argument.dtype), False)]
     dtype = ELEMENT_TYPES[buffer_spec(plan, argument).dtype].triton
     element = {"fp16": "f16", "fp32": "f32", "fp64": "f64", "fp8e4nv": "f8E4M3FN", "fp8e5": "f8E5M2"}.get(dtype, dtype)
+    element = re.sub(r"^u(\d+)$", r"i\1", element)  # MLIR's integers have no sign
     if isinstance(argument, Pointer):
         return [(name, f"ptr<{element}>", True)]
     tile = "x".join(map(str, argument.block_shape))
