@@ -45,14 +45,14 @@ def judge_fuse(rows: Sequence[FuseTiming], implementation: str = OURS) -> list[V
 
 
 def backward_ms(forward: FuseTiming | None, both: FuseTiming | None) -> float | None:
-    """What both passes take beyond the forward one."""
+    """Return the time of both passes minus that of the forward pass; None if one was not measured."""
     if forward is None or both is None or forward.median_ms is None or both.median_ms is None:
         return None
     return both.median_ms - forward.median_ms
 
 
 def _judge_peer(rows: Sequence[FuseTiming], implementation: str) -> list[Verdict]:
-    """Forward, and backward as the difference, over FlexAttention's, of what FlexAttention has arguments for."""
+    """Judge the time over FlexAttention's, forward and backward, of the cases that FlexAttention can express."""
     known = {(row.case, row.implementation, row.pass_name): row for row in rows}
     cases = dict.fromkeys(row.case for row in rows if row.group in TOKEN_GROUPS)
     verdicts = []

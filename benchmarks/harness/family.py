@@ -140,7 +140,7 @@ class Settings:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the time budget is spent."""
+        """True after the deadline."""
         return time.monotonic() > self.deadline
 
     def clock(self, framework: Framework) -> Framework:
