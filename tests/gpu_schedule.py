@@ -54,7 +54,7 @@ def scheduled(mesh: Mesh, spec: P, attend: Callable[..., jax.Array], *shapes: tu
 
     def gradients(*arrays: jax.Array) -> object:
         output, pull_back = jax.vjp(attend, *arrays)
-        return pull_back(output)
+        return output, *pull_back(output)
 
     arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for x in shapes]
     with compile_target(90):

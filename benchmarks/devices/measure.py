@@ -8,9 +8,10 @@ are counted, and its temporary memory is compared with that of one device's part
 
 import contextlib
 import functools
+import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -166,12 +167,23 @@ def _measured(subject: Subject, compiled: Any, environment: Environment) -> dict
         "median_ms": None if summary is None else summary.median,
         "p20_ms": None if summary is None else summary.p20,
         "p80_ms": None if summary is None else summary.p80,
+        "transfers": transfers(os.environ),
         "collectives": " ".join(f"{name}:{count}" for name, count in count_collectives(compiled.as_text()).items()),
         # Not every platform tells it.
         "temporary_mib": None if analysis is None else analysis.temp_size_in_bytes / 2**20,
         "note": subject.failure,
         **asdict(environment),
     }
+
+
+def transfers(variables: Mapping[str, str]) -> str:
+    """Return what moves data between GPUs under these environment variables: "kernels" or "copy engines".
+
+    NCCL (2.28 and later) leaves transfers to copy engines, which use no multiprocessor, if its policy is 2 ("zero") and
+    buffers are symmetric: they then have one address offset on all GPUs. XLA allocates such buffers if it is told to.
+    """
+    symmetric = "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true" in variables.get("XLA_FLAGS", "").split()
+    return "copy engines" if symmetric and variables.get("NCCL_CTA_POLICY") == "2" else "kernels"
 
 
 @dataclass(frozen=True)
@@ -316,7 +328,7 @@ def _exchanges(mesh: Mesh, in_groups: bool) -> Callable[..., Any]:
             if in_groups:
                 output, *_ = exchange("devices", _add_all, arrays[0], arrays[1:])
             else:
-                (output,) = at_once(lambda query, *keys: _add_all(query, keys, ()), *arrays)
+                (output,) = at_once(lambda query, *keys: _add_all(query, keys), *arrays)
             return output
 
         output, pull_back = jax.vjp(there_and_back, query, key, value)
@@ -326,8 +338,8 @@ def _exchanges(mesh: Mesh, in_groups: bool) -> Callable[..., Any]:
     return jax.shard_map(compute, mesh=mesh, in_specs=spec, out_specs=spec)
 
 
-def _add_all(query: jax.Array, keys: Sequence[jax.Array], others: tuple[()]) -> tuple[jax.Array]:
-    del others
+def _add_all(query: jax.Array, keys: Sequence[jax.Array], *empty: tuple[()]) -> tuple[jax.Array]:
+    del empty
     key, value = keys
     # Equal gradients of key and value would be exchanged once.
     return (query + jnp.repeat(key + 2 * value, query.shape[-2] // key.shape[-2], axis=-2),)

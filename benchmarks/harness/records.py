@@ -269,6 +269,8 @@ class DeviceTiming(Measured):
     Attributes:
         mesh: kind of the mesh's axes; "one device" for the part of one device alone, the slowest one's.
         division: what devices share.
+        transfers: what moves data between devices, "kernels" (NCCL's default) or "copy engines"; see
+            `benchmarks.devices.measure.transfers`.
         rows, heads: of one device's part.
         perfect_ms: the time of the slowest device for its part alone, in the same run.
         collectives: of the compiled program, with their numbers.
@@ -278,6 +280,7 @@ class DeviceTiming(Measured):
     op: str
     mesh: str
     division: str
+    transfers: str
     devices: int
     rows: int
     tokens: int
@@ -299,7 +302,7 @@ _KEYS: dict[type, tuple[str, ...]] = {
     PagedTiming: ("op", "group", "case", "implementation", "device"),
     FuseTiming: ("op", "pass_name", "case", "implementation", "device"),
     GalleryTiming: ("variant", "pass_name", "device"),
-    DeviceTiming: ("op", "mesh", "division", "devices", "tokens", "device"),
+    DeviceTiming: ("op", "mesh", "division", "transfers", "devices", "tokens", "device"),
 }
 
 

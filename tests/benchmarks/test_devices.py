@@ -71,3 +71,12 @@ def test_devices_command_with_unknown_cases_exits_with_an_error(tmp_path):
 def test_recorded_device_rows_cover_every_mesh():
     rows = read_rows(Path(__file__).parents[2] / "benchmarks" / "results" / "devices.csv", DeviceTiming)
     assert {row.mesh for row in rows} >= {"one device", *devices.MESHES}
+
+
+def test_transfers_are_by_copy_engines_only_with_symmetric_buffers_and_the_policy():
+    symmetric = {"XLA_FLAGS": "--xla_a=1 --xla_gpu_experimental_enable_nccl_symmetric_buffers=true"}
+    policy = {"NCCL_CTA_POLICY": "2"}
+    assert [devices.transfers(x) for x in ({}, symmetric, policy, symmetric | policy)] == [
+        *["kernels"] * 3,
+        "copy engines",
+    ]

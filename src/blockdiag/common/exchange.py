@@ -19,11 +19,25 @@ from blockdiag.common.context_parallel import run_together
 from blockdiag.common.context_sizes import choose_groups
 from blockdiag.common.dtypes import accumulation_dtype
 
-# query [.., T, n, H], keys [.., T, k, H] each and other operands, to a tuple of results [.., T, n, ..]
-type Compute = Callable[[Array, list[Array], Any], tuple[Array, ...]]
+# query [.., T, n, H], keys [.., T, k, H] each, other operands, what is prepared: to a tuple of results [.., T, n, ..]
+type Compute = Callable[[Array, list[Array], Any, Any], tuple[Array, ...]]
+type Prepare = Callable[[Array, Array, Any], Any]
 
 
-def exchange(axis: str, compute: Compute, query: Array, keys: Sequence[Array], others: Any = ()) -> tuple[Array, ...]:
+def _prepare_nothing(query: Array, key: Array, others: Any) -> tuple[()]:
+    del query, key, others
+    return ()
+
+
+def exchange(
+    axis: str,
+    compute: Compute,
+    query: Array,
+    keys: Sequence[Array],
+    others: Any = (),
+    *,
+    prepare: Prepare = _prepare_nothing,
+) -> tuple[Array, ...]:
     """Run attention over whole sequences of each device's heads, between exchanges of tokens for heads.
 
     A group consists of key heads and their query heads. If a device has one key head, a group consists of query heads
@@ -32,22 +46,25 @@ def exchange(axis: str, compute: Compute, query: Array, keys: Sequence[Array], o
 
     Args:
         axis: name of the mesh axis, which must be manual here.
-        compute: maps a device's heads over whole sequences, query [.., T, n, H] and keys [.., T, k, H], and `others` to
-            a tuple of results [.., T, n, ..]. It must not close over traced arrays.
+        compute: maps a device's heads over whole sequences, query [.., T, n, H] and keys [.., T, k, H], `others` and
+            the result of `prepare` to a tuple of results [.., T, n, ..]. It must not close over traced arrays.
         query: [.., t, N, H], the device's tokens.
         keys: [.., t, K, H] each. K is a multiple or a divisor of the number of devices, N is a multiple.
         others: other operands of `compute`, a tree of arrays that do not move. Gradients of groups are added.
+        prepare: the part of the computation that needs no values: maps a group's query, the first of its keys and
+            `others` to a tree of arrays, which have no gradients. The first group's values arrive meanwhile.
 
     Returns:
         The results for the device's tokens and all heads.
     """
     devices = jax.lax.axis_size(axis)
     if devices == 1:
-        return compute(query, list(keys), others)
+        return compute(query, list(keys), others, prepare(query, keys[0], others))
     keys = [_repeat_heads(x, max(devices // x.shape[-2], 1)) for x in keys]
     has_shared_keys = keys[0].shape[-2] == devices
     groups = choose_groups((query if has_shared_keys else keys[0]).shape[-2], devices)
-    return _exchange(_Exchange(axis, devices, groups, query.ndim - 3, has_shared_keys), compute, query, keys, others)
+    plan = _Exchange(axis, devices, groups, query.ndim - 3, has_shared_keys)
+    return _exchange(plan, compute, prepare, query, keys, others)
 
 
 @dataclass(frozen=True)
@@ -69,10 +86,21 @@ class _Exchange:
     has_shared_keys: bool
 
     def split_heads(self, x: Array, groups: int) -> list[Array]:
-        """Split [.., t, N, ..] into the parts of the devices, [devices, .., t, n, ..] for each group."""
+        """Split [.., t, N, ..] into the parts of the devices, [devices, .., t, n, ..] for each group.
+
+        The first group is copied by itself, so that its transfer need not wait for the copies of the others.
+        """
         heads = self.tokens + 1
-        x = x.reshape(*x.shape[:heads], self.devices, groups, -1, *x.shape[heads + 1 :])
-        return [jnp.moveaxis(jax.lax.index_in_dim(x, i, heads + 1, keepdims=False), heads, 0) for i in range(groups)]
+
+        def part(x: Array, group: int) -> Array:
+            x = x.reshape(*x.shape[:heads], self.devices, groups, -1, *x.shape[heads + 1 :])
+            return jnp.moveaxis(jax.lax.index_in_dim(x, group, heads + 1, keepdims=False), heads, 0)
+
+        first = part(x, 0)
+        if groups == 1:
+            return [first]
+        first, x = jax.lax.optimization_barrier((first, x))
+        return [first, *(part(x, i) for i in range(1, groups))]
 
     def with_last_missing(self, groups: Sequence[Array]) -> Array | None:
         """Join the heads of all groups but the last, [devices, .., t, n, ..] each, to [.., t, N, ..].
@@ -127,14 +155,20 @@ class _Moving:
     is_shared: bool = False
 
 
-def _run(plan: _Exchange, operands: Sequence[_Moving], step: Callable[[list[Array]], list[_Moving]]) -> list[Array]:
+def _run(
+    plan: _Exchange,
+    operands: Sequence[_Moving],
+    step: Callable[[list[Array], Any], list[_Moving]],
+    prepare: Callable[[list[Array]], Any] = lambda here: (),
+) -> list[Array]:
     """Run a step for each group of heads, between exchanges.
 
     Args:
         plan: how arrays move.
         operands: in the order in which the step needs them.
-        step: maps operands, whole sequences [.., T, n, ..] of a group's heads, to results, in the order in which they
-            are ready.
+        step: maps operands, whole sequences [.., T, n, ..] of a group's heads, and the result of `prepare` to results,
+            in the order in which they are ready.
+        prepare: maps all operands of a group but the last to what the step needs of them first.
 
     Returns:
         The results for the device's tokens and all heads, [.., t, N, ..].
@@ -142,30 +176,29 @@ def _run(plan: _Exchange, operands: Sequence[_Moving], step: Callable[[list[Arra
     barrier = jax.lax.optimization_barrier
     split = [plan.split_heads(x.array, 1 if x.is_shared else plan.groups) for x in operands]
     moves = [i for i, x in enumerate(operands) if not x.is_shared]
-    # The first group's operands arrive one after another, so that the step can begin before all of them are here. The
-    # last one arrives with the second group's. Without barriers XLA would run all exchanges first.
+    # The first group's operands arrive one after another, so that the step can begin before all of them are here. While
+    # one arrives, the other groups of the one before are copied. Without barriers XLA would run all exchanges first.
     here: list[Array] = []
-    for parts in split[:-1] or split:
-        sending = parts[0]
-        if here:
-            here[-1], sending = barrier((here[-1], sending))
+    for i, (sending, *_) in enumerate(split):
+        if i:
+            here[-1], sending, split[i - 1] = barrier((here[-1], sending, split[i - 1]))
         here += plan.swap([sending])
-    late = [parts[0] for parts in split[len(here) :]]
-    latest, leaving, results = [len(here) - 1], list[Array](), list[_Moving]()
+    last, leaving, results = [len(here) - 1], list[Array](), list[_Moving]()
     totals: dict[int, Array] = {}
     returned: dict[int, list[Array]] = {}
     for group in range(plan.groups):
+        prepared = prepare([plan.join_tokens(x) for x in here[:-1]])
         following = [split[i][group + 1] for i in moves if group + 1 < plan.groups]
-        # While this group is computed, the next one arrives and the results of the previous one leave, in one call.
-        # It does not begin before this group has arrived.
-        arrived, sending = barrier(([here[i] for i in latest], [*late, *following, *leaving]))
-        for i, x in zip(latest, arrived, strict=True):
+        # While this group is computed, the next one arrives and the results of the previous one leave, in one call. It
+        # does not begin before this group has arrived. The first group is prepared before its last operand is here.
+        arrived, sending, ready = barrier(([here[i] for i in last], [*following, *leaving], () if group else prepared))
+        prepared = prepared if group else ready
+        for i, x in zip(last, arrived, strict=True):
             here[i] = x
         moved = plan.swap(sending)
-        here, moved, late = [*here, *moved[: len(late)]], moved[len(late) :], []
         for own, x in zip(returned.values(), moved[len(following) :], strict=False):
             own.append(x)
-        results = step([plan.join_tokens(x) for x in here])
+        results = step([plan.join_tokens(x) for x in here], prepared)
         for i, x in enumerate(results):
             if x.is_shared:
                 wide = x.array.astype(accumulation_dtype(x.array.dtype))
@@ -175,40 +208,44 @@ def _run(plan: _Exchange, operands: Sequence[_Moving], step: Callable[[list[Arra
         leaving = [plan.split_tokens(x.array) for x in results if not x.is_shared]
         for i, x in zip(moves, moved, strict=False):
             here[i] = x
-        latest = moves
-    last = [totals[i].astype(x.array.dtype) if x.is_shared else x.array for i, x in enumerate(results)]
-    return _leave(plan, [plan.split_tokens(x) for x in last], [returned.get(i, []) for i in range(len(last))])
+        last = moves
+    final = [totals[i].astype(x.array.dtype) if x.is_shared else x.array for i, x in enumerate(results)]
+    return _leave(plan, [plan.split_tokens(x) for x in final], [returned.get(i, []) for i in range(len(final))])
 
 
 def _leave(plan: _Exchange, leaving: Sequence[Array], returned: Sequence[Sequence[Array]]) -> list[Array]:
     """Exchange the last group's results, and join them with those of the earlier groups.
 
-    Results leave one after another. While one leaves, the heads of the earlier ones are copied to their places.
+    Results leave one after another. The first one leaves while the others are computed; while another one leaves, the
+    heads of the one before are copied to their places. Earlier heads of the last one are copied while it leaves.
     """
     barrier = jax.lax.optimization_barrier
     # Earlier results must have left before. Otherwise XLA sends them at the end, when nothing is left to compute.
     first, returned = barrier((leaving[0], returned))
-    leaving = [first, *leaving[1:]]
-    whole: list[Array] = []
-    arrived, early = first, None
-    for i, (sending, earlier) in enumerate(zip(leaving, returned, strict=True)):
-        if i:
-            arrived, early, whole, sending = barrier((arrived, early, whole, sending))
-        moved = plan.swap([sending])
-        if i:
-            whole.append(plan.with_last(early, arrived))
-        (arrived,), early = moved, plan.with_last_missing(earlier)
+    leaving, returned, whole = [first, *leaving[1:]], list(returned), list[Array]()
+    (arrived,) = plan.swap(leaving[:1])
+    for i in range(1, len(leaving)):
+        # A result is not sent, and no heads are copied, before the last transfer has ended: only computation may
+        # overlap with the first one.
+        arrived, leaving[i:], returned[i - 1 :], whole = barrier((arrived, leaving[i:], returned[i - 1 :], whole))
+        moved = plan.swap(leaving[i : i + 1])
+        whole.append(plan.with_last(plan.with_last_missing(returned[i - 1]), arrived))
+        (arrived,) = moved
+    early = plan.with_last_missing(returned[-1])
     arrived, early, whole = barrier((arrived, early, whole))
-    return [*whole, plan.with_last(early, arrived)]
+    # Otherwise XLA would copy all heads again for each use of the result, and not add the last group in place.
+    return [*whole, barrier(plan.with_last(early, arrived))]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _exchange(plan: _Exchange, compute: Compute, query: Array, keys: Sequence[Array], others: Any) -> tuple[Array, ...]:
-    def step(here: list[Array]) -> list[_Moving]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _exchange(
+    plan: _Exchange, compute: Compute, prepare: Prepare, query: Array, keys: Sequence[Array], others: Any
+) -> tuple[Array, ...]:
+    def step(here: list[Array], prepared: Any) -> list[_Moving]:
         key, query, *values = here
-        return [_Moving(x) for x in compute(query, [key, *values], others)]
+        return [_Moving(x) for x in compute(query, [key, *values], others, prepared)]
 
-    return tuple(_run(plan, _operands(plan, query, keys), step))
+    return tuple(_run(plan, _operands(plan, query, keys), step, _prepare_group(prepare, others)))
 
 
 def _operands(plan: _Exchange, query: Array, keys: Sequence[Array]) -> list[_Moving]:
@@ -217,27 +254,36 @@ def _operands(plan: _Exchange, query: Array, keys: Sequence[Array]) -> list[_Mov
     return [key, _Moving(query), *values]
 
 
+def _prepare_group(prepare: Prepare, others: Any) -> Callable[[list[Array]], Any]:
+    """Return a function of a group's operands in the order of `_operands`, without the last one."""
+    return lambda here: prepare(here[1], here[0], others)
+
+
 def _exchange_forward(
-    plan: _Exchange, compute: Compute, query: Array, keys: Sequence[Array], others: Any
+    plan: _Exchange, compute: Compute, prepare: Prepare, query: Array, keys: Sequence[Array], others: Any
 ) -> tuple[tuple[Array, ...], list[Any]]:
     pull_backs = []
 
-    def step(here: list[Array]) -> list[_Moving]:
+    def step(here: list[Array], prepared: Any) -> list[_Moving]:
         key, query, *values = here
-        results, pull_back = jax.vjp(compute, query, [key, *values], others)
+
+        def prepared_compute(query: Array, keys: list[Array], others: Any) -> tuple[Array, ...]:
+            return compute(query, keys, others, prepared)
+
+        results, pull_back = jax.vjp(prepared_compute, query, [key, *values], others)
         pull_backs.append(pull_back)
         return [_Moving(x) for x in results]
 
-    return tuple(_run(plan, _operands(plan, query, keys), step)), pull_backs
+    return tuple(_run(plan, _operands(plan, query, keys), step, _prepare_group(prepare, others))), pull_backs
 
 
 def _exchange_backward(
-    plan: _Exchange, compute: Compute, pull_backs: list[Any], cotangents: tuple[Array, ...]
+    plan: _Exchange, compute: Compute, prepare: Prepare, pull_backs: list[Any], cotangents: tuple[Array, ...]
 ) -> tuple[Array, list[Array], Any]:
-    del compute
+    del compute, prepare
     waiting, others = iter(pull_backs), []
 
-    def step(here: list[Array]) -> list[_Moving]:
+    def step(here: list[Array], _: Any) -> list[_Moving]:
         d_query, d_keys, d_others = next(waiting)(tuple(here))
         others.append(d_others)
         # Gradients of queries are added up last.

@@ -143,8 +143,11 @@ def _on_device(
     return output
 
 
-def _attend_to_heads(attend: Callable[..., Array], query: Array, keys: list[Array], others: Any) -> tuple[Array]:
+def _attend_to_heads(
+    attend: Callable[..., Array], query: Array, keys: list[Array], others: Any, prepared: tuple[()]
+) -> tuple[Array]:
     """Compute attention for some heads over whole sequences."""
+    del prepared
     sequence_offsets, block_lengths, rotary = others
     output = attend(query, *keys, sequence_offsets=sequence_offsets, block_lengths=block_lengths, rotary=rotary)
     return (output,)

@@ -195,7 +195,7 @@ def moba_attention(
     }
     if context_parallel is not None:
         results = attend_to_shared_tokens(
-            context_parallel, Passes(_find_centroids, _choose_by_centroids, _attend_to_tokens),
+            context_parallel, Passes(_find_centroids, _route_tokens, _choose_by_centroids, _attend_to_tokens),
             query, key, value, sequence_offsets, key_mask, options, return_residual=return_residual,
         )  # fmt: skip
     else:
@@ -329,6 +329,31 @@ def _attend_to_tokens(
     return _attention(call, *arrays)
 
 
+def _route_tokens(
+    query: Array,
+    key: Array,
+    sequence_offsets: Array | None,
+    key_sequence_offsets: Array | None,
+    key_mask: Array | None,
+    **options: Any,
+) -> Array | None:
+    """Return the blocks that `_attend_to_tokens` would choose for the same arguments, its argument `chosen`."""
+    call = prepare_moba_call(
+        query,
+        key,
+        sequence_offsets=sequence_offsets,
+        key_sequence_offsets=key_sequence_offsets,
+        key_mask=key_mask,
+        routing=None,
+        **options,
+    )
+    if call.is_empty:
+        return None
+    query, key = whole_but("moba_attention", (query, key), batch_and_heads)
+    chosen, _ = _route(call, query, key, sequence_offsets, key_sequence_offsets, key_mask)
+    return chosen
+
+
 def _find_centroids(
     problem: MoBAProblem,
     implementation: str | Sequence[str] | None,
@@ -419,16 +444,30 @@ def _routing(
     shape = query.shape
     if call.is_empty:
         return jnp.full((*shape[:-1], top_k), -1, jnp.int32)
-    tables = _tables(call, shape, sequence_offsets, key_sequence_offsets)
-    query, key = _flatten(query, shape), _flatten(key, shape)
-    key_mask = None if key_mask is None else _flatten(key_mask, shape)
-    query, key, key_mask, tables = on_common_axes(query, key, key_mask, tables)
-    chosen = _choose(call, query, key, key_mask, tables)
+    chosen, tables = _route(call, query, key, sequence_offsets, key_sequence_offsets, key_mask)
 
     def indices(problem: MoBAProblem, chosen: Array, _: Array, queries: Array) -> Array:
         return indices_of_choice(problem, chosen, queries, top_k)
 
     return _array_code(call, "indices", indices, chosen, *tables).reshape(*shape[:-1], top_k)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _route(
+    call: Call,
+    query: Array,
+    key: Array,
+    sequence_offsets: Array | None,
+    key_sequence_offsets: Array | None,
+    key_mask: Array | None,
+) -> tuple[Array, tuple[Array, Array]]:
+    """Return the blocks that queries choose, as `_choose` does, and both tables, for a call that is not empty."""
+    shape = query.shape
+    tables = _tables(call, shape, sequence_offsets, key_sequence_offsets)
+    query, key = _flatten(query, shape), _flatten(key, shape)
+    key_mask = None if key_mask is None else _flatten(key_mask, shape)
+    query, key, key_mask, tables = on_common_axes(query, key, key_mask, tables)
+    return _choose(call, query, key, key_mask, tables), tables
 
 
 def _tables(

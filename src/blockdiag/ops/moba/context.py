@@ -34,11 +34,13 @@ class Passes(NamedTuple):
     | pass | arguments | by name | result |
     |---|---|---|---|
     | `find_centroids` | problem, implementation, keys, key mask, block table | | mean keys |
+    | `route` | query, key, both offsets, key mask | options | chosen blocks |
     | `choose` | query, shape and dtype of keys, both offsets, key mask, mean keys | options | chosen blocks |
     | `attend` | query, key, value, both offsets, key mask | options, chosen blocks | output, log-sum-exp |
     """
 
     find_centroids: Callable[[MoBAProblem, Any, Array, Array | None, Array], Centroids]
+    route: Callable[..., Array | None]
     choose: Callable[..., Array]
     attend: Callable[..., tuple[Array, Array]]
 
@@ -107,7 +109,8 @@ def _on_device(
     whole_mask = None if key_mask is None else jax.lax.all_gather(key_mask, context.axis, axis=tokens, tiled=True)
     if choose_strategy(context, (query.shape[-2], key.shape[-2]), devices) == "ulysses":
         compute = functools.partial(_attend_to_heads, passes, options, return_residual)
-        return exchange(context.axis, compute, query, (key, value), (offsets, whole_mask))
+        prepare = functools.partial(_route_heads, passes, options)
+        return exchange(context.axis, compute, query, (key, value), (offsets, whole_mask), prepare=prepare)
     own, block_size, is_causal = query.shape[tokens], options["block_size"], options["is_causal"]
     if own % block_size:
         raise ValueError(
@@ -160,12 +163,24 @@ def _on_device(
     return attend(query, key, value, whole_mask, *chosen)
 
 
-def _attend_to_heads(
-    passes: Passes, options: dict[str, Any], return_residual: bool, query: Array, keys: list[Array], others: Any
-) -> tuple[Array, ...]:
-    """Compute MoBA for some heads over whole sequences."""
+def _route_heads(passes: Passes, options: dict[str, Any], query: Array, key: Array, others: Any) -> Array | None:
+    """Choose the blocks of some heads' queries over whole sequences."""
     offsets, mask = others
-    results = passes.attend(query, *keys, offsets, None, mask, **options)
+    return passes.route(query, key, offsets, None, mask, **options)
+
+
+def _attend_to_heads(
+    passes: Passes,
+    options: dict[str, Any],
+    return_residual: bool,
+    query: Array,
+    keys: list[Array],
+    others: Any,
+    chosen: Array | None,
+) -> tuple[Array, ...]:
+    """Compute MoBA for some heads over whole sequences, with the blocks that their queries have chosen."""
+    offsets, mask = others
+    results = passes.attend(query, *keys, offsets, None, mask, chosen=chosen, **options)
     return results[: 1 + return_residual]
 
 
