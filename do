@@ -9,8 +9,9 @@ usage() {
 usage: ./do COMMAND [ARGUMENTS]
 
   demo         train the small language model, compare with jax.nn.dot_product_attention, save a plot
-  test         ruff, pyrefly, import contracts and every test that needs no GPU; arguments go to pytest
-  test-all     the same, and every combination of cases that `test` leaves out; arguments go to pytest
+  test         ruff, pyrefly, import contracts and the tests that need no GPU: of parametrised ones a sample of the cases;
+               arguments go to pytest
+  test-all     the same with all cases, and the long tests that `test` leaves out; arguments go to pytest
   test-newest  a selection of the tests with the newest versions that pyproject.toml allows; arguments go to pytest
   test-oldest  the same with the oldest versions that it allows
   test-at      two small tests with the versions that follow, as in: ./do test-at jax==0.12.0 torch==2.12.0
@@ -165,7 +166,10 @@ test | test-all)
     # On a machine with a GPU too, so that the command does the same thing everywhere.
     export JAX_PLATFORMS=cpu
     selected="not gpu and not multigpu"
-    [ "$command" = test-all ] || selected="$selected and not exhaustive"
+    if [ "$command" = test ]; then
+        selected="$selected and not exhaustive"
+        set -- --sample "$@"
+    fi
     # Few processes, because each holds JAX, torch and Triton; a later -n among the arguments overrides this one.
     exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "$selected" "$@"
     ;;

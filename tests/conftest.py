@@ -24,6 +24,7 @@ import jax
 import pytest
 
 from tests.gpu_sharing import share_gpus
+from tests.sampling import split_by_sample
 
 # This runs before JAX and torch look for GPUs, which happens in the first test that needs one.
 if os.environ.get("JAX_PLATFORMS") != "cpu":
@@ -83,8 +84,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             torch.cuda.set_device(0)  # JAX leaves the thread on the GPU that it used last
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow GPU tests first, so that no process is left with one of them at the end."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", action="store_true", help="run a sample of the cases of each parametrised test")
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k` have left out tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases on request. Run slow GPU tests first, so that no process is left with one of them at the end."""
+    if config.getoption("sample"):
+        items[:], others = split_by_sample(items)
+        config.hook.pytest_deselected(items=others)
     items.sort(key=lambda item: not (item.get_closest_marker("slow") and item.get_closest_marker("gpu")))
 
 

@@ -51,6 +51,7 @@ def drawn(tmp_path_factory):
     return result.output, folder
 
 
+@pytest.mark.exhaustive
 def test_command_draws_every_picture_without_measuring(drawn):
     output, folder = drawn
     assert {path.name for path in folder.iterdir()} == files_of(PICTURES)
@@ -58,6 +59,7 @@ def test_command_draws_every_picture_without_measuring(drawn):
     assert "smoke" not in output
 
 
+@pytest.mark.exhaustive
 def test_pictures_are_small_and_have_their_theme_background(drawn):
     for picture in PICTURES:
         for theme in THEMES:

@@ -73,6 +73,7 @@ def test_recall_of_independent_keys_matches_the_formula():
         assert row.accuracy == pytest.approx(row.predicted_accuracy, abs=4 * row.error)
 
 
+@pytest.mark.exhaustive
 def test_needles_lie_in_one_block_that_a_query_may_choose(rows):
     retrieval = recall_experiment.words_retrieval(SETTINGS)
     last = (SETTINGS.context - 1) // max(SETTINGS.block_sizes)
@@ -86,6 +87,7 @@ def test_needles_lie_in_one_block_that_a_query_may_choose(rows):
     assert (position // 16 == (position + SETTINGS.phrase - 1) // 16).all()
 
 
+@pytest.mark.exhaustive
 def test_smaller_blocks_raise_accuracy_at_constant_attended_tokens(rows):
     assert list(rows) == ["words", "bytes", "bytes, convolved 3"]
     for found in rows.values():
@@ -96,6 +98,7 @@ def test_smaller_blocks_raise_accuracy_at_constant_attended_tokens(rows):
         assert small.accuracy > small.chance + 4 * small.error
 
 
+@pytest.mark.exhaustive
 def test_key_convolution_raises_the_signal_of_phrases():
     training_text, held_out_text = split_text(english_text())
     settings = dataclasses.replace(SETTINGS, steps=150, phrase=8, training_context=256)
@@ -118,6 +121,7 @@ def test_training_repeats_for_the_same_seed():
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
+@pytest.mark.exhaustive
 def test_command_prints_the_table_and_saves_a_plot(monkeypatch, tmp_path, rows):
     flat = [row for found in rows.values() for row in found]
     monkeypatch.setattr(recall_experiment, "run_recall", lambda settings, say: flat)

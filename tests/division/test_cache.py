@@ -241,6 +241,7 @@ def result_of(process: subprocess.Popen[str]) -> Any:
     return json.loads(output)
 
 
+@pytest.mark.exhaustive
 def test_programs_cached_by_one_process_are_found_by_another(tmp_path):
     first = result_of(start("programs", tmp_path, seed=1))
     second = result_of(start("programs", tmp_path, seed=2))

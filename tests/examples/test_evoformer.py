@@ -52,12 +52,14 @@ def shared(monkeypatch):
     return evoformer_data
 
 
+@pytest.mark.exhaustive
 def test_jax_and_torch_trainings_have_the_same_losses(trainings):
     losses, others = trainings["evoformer"][0], trainings["torch_evoformer"][0]
     assert len(others) == STEPS["torch_evoformer"]
     np.testing.assert_allclose(losses[: len(others)], others, rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_training_loss_falls_below_the_entropy_of_contact_frequency(trainings, shared):
     """More than how many pairs there are: the loss falls well below the entropy of that."""
     losses, found, _ = trainings["evoformer"]

@@ -38,12 +38,14 @@ def trainings(tmp_path_factory):
     return {name: train(name, file, STEPS) for name in ("moba_language_model", "torch_moba_language_model")}
 
 
+@pytest.mark.exhaustive
 def test_jax_and_torch_trainings_have_the_same_losses(trainings):
     losses, others = (losses for losses, _ in trainings.values())
     assert len(losses) == len(others) == STEPS
     np.testing.assert_allclose(losses, others, rtol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_training_loss_falls(trainings):
     """From that of an untrained model, above log(256), by more than steps differ from each other."""
     for losses, text in trainings.values():

@@ -1,0 +1,50 @@
+"""A sample of the cases of each parametrised test, for runs that must be short.
+
+JAX's own tests do the same. The sample of a test does not change unless its cases do, so a run can be repeated.
+"""
+
+import collections
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+
+import pytest
+
+# Tests with few cases run all of them; larger ones a part, but no fewer.
+LEAST_CASES = 3
+PART = 4
+
+
+def sample_cases(names: Sequence[str], cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
+    """Return the indices of a sample of a test's cases, in ascending order.
+
+    Values of a parameter that occur in several cases, such as an implementation or an architecture, are each in the
+    sample, as far as its size allows. Apart from that a hash of their names decides.
+
+    Args:
+        names: of the cases.
+        cases: the values of all parameters of each case, by name.
+    """
+    size = max(LEAST_CASES, -(-len(cases) // PART))
+    counts = collections.Counter(value for case in cases for value in case.items())
+    waiting = sorted(range(len(cases)), key=lambda i: zlib.crc32(names[i].encode()))
+    missing, chosen = {value for value, count in counts.items() if count > 1}, list[int]()
+    while waiting and len(chosen) < size:
+        best = max(waiting, key=lambda i: len(missing.intersection(cases[i].items())))
+        waiting.remove(best)
+        chosen.append(best)
+        missing.difference_update(cases[best].items())
+    return sorted(chosen)
+
+
+def split_by_sample(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests in the sample, and the others."""
+    by_function = collections.defaultdict(list)
+    for item in items:
+        by_function[item.parent, getattr(item, "originalname", None) or item.name].append(item)
+    kept = set[int]()
+    for same in by_function.values():
+        # The cases of a test share the objects that `parametrize` was given.
+        specs = [getattr(item, "callspec", None) for item in same]
+        cases = [{name: id(value) for name, value in spec.params.items()} if spec else {} for spec in specs]
+        kept.update(id(same[i]) for i in sample_cases([item.name for item in same], cases))
+    return [item for item in items if id(item) in kept], [item for item in items if id(item) not in kept]
