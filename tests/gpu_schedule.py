@@ -1,7 +1,7 @@
 """XLA's GPU schedule of MoBA over shared tokens, compiled on a machine without a GPU.
 
 Run in a separate process, `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m tests.gpu_schedule`. JAX's CUDA plugin looks for
-GPUs when it is loaded, unless this variable is set. Prints JSON for the forward and backward pass:
+GPUs when it is loaded, unless this variable is set. The module prints JSON for the forward and backward pass:
 
 - "ulysses", "gather": for this strategy on four GPUs, the asynchronous transfers in order: the number of arrays, and
   the number of kernels issued before the transfer is awaited;
@@ -94,7 +94,7 @@ def two_calls() -> str:
 
 
 def transfers_of(program: str) -> list[tuple[int, int]]:
-    """Return, per asynchronous transfer of the entry computation, its numbers of arrays and overlapping kernels."""
+    """Return the numbers of arrays and overlapping kernels of each asynchronous transfer in the entry computation."""
     arrays, kernels = dict[str, int](), dict[str, int]()
     under_way: set[str] = set()
     for line in program[program.index("\nENTRY") :].splitlines():

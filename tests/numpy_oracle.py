@@ -10,7 +10,7 @@ from jax.extend import core
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-    """Return `function`, traced with `arguments`, as a function of such arrays with NumPy results."""
+    """Trace `function` with `arguments`, and return a function that evaluates the trace with NumPy."""
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     structure = jax.tree.structure(shapes)
 
@@ -77,7 +77,7 @@ def _select(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     return np.choose(which.astype(int), cases)
 
 
-# The parameter that holds the jaxpr of a call.
+# The parameter that holds the jaxpr of each call primitive.
 _CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": _plain(np.add),

@@ -1,6 +1,7 @@
 """A sample of the cases of each parametrised test, for runs that must be short.
 
-JAX's own tests do the same. The sample of a test does not change unless its cases do, so a run can be repeated.
+JAX's own tests sample their cases, too. The sample of a test does not change unless its cases do, so a run can be
+repeated.
 """
 
 import collections
@@ -9,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import pytest
 
-# Tests with few cases run all of them; larger ones a part, but no fewer.
+# A sample has a quarter of a test's cases, but at least three if there are as many.
 LEAST_CASES = 3
 PART = 4
 
@@ -17,11 +18,11 @@ PART = 4
 def sample_cases(names: Sequence[str], cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
     """Return the indices of a sample of a test's cases, in ascending order.
 
-    Values of a parameter that occur in several cases, such as an implementation or an architecture, are each in the
-    sample, as far as its size allows. Apart from that a hash of their names decides.
+    The sample covers every parameter value that occurs in several cases, such as an architecture, as far as its size
+    allows. A hash of the case names decides otherwise.
 
     Args:
-        names: of the cases.
+        names: the names of the cases.
         cases: the values of all parameters of each case, by name.
     """
     size = max(LEAST_CASES, -(-len(cases) // PART))

@@ -44,7 +44,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryCase:
-    """The tables of a case, and how they are read."""
+    """The rotary tables of a case and the options for their lookup."""
 
     tables: Literal["position", "explicit", "token"] = "position"
     interleaved: bool = False
@@ -263,7 +263,7 @@ def naive_dense_attention(
 ) -> tuple[np.ndarray, ...]:
     """Return output, log-sum-exp and gradients of query, key and value, from a mask of all scores, bool [(N,) T, S].
 
-    Computed in NumPy, so that new shapes need no compilation. Products and intermediate results are rounded to the
+    The computation uses NumPy, so new shapes need no compilation. Products and intermediate results are rounded to the
     dtype of the operands, as by a compiler that keeps sums and the softmax in float32.
     """
     dtype = query.dtype

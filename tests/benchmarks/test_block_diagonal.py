@@ -171,7 +171,7 @@ def test_interleave_past_the_deadline_runs_the_minimum_number_of_rounds():
 
 
 class _Result:
-    """A result that is ready or not, as told."""
+    """A result that reports the given readiness."""
 
     def __init__(self, ready: bool) -> None:
         self.ready = ready
@@ -191,7 +191,7 @@ def test_sample_is_discarded_when_the_fence_ends_before_queueing_does(is_ahead: 
 
 
 def test_sample_with_a_slow_host_lengthens_fences_before_it_shortens_samples(monkeypatch):
-    """A slow host, for which a fence of 12 runs hides at most four, has the same samples as a fast one up to there."""
+    """On this slow host, a fence of 12 runs hides the queueing of at most four launches."""
     tried = []
 
     def sample(run, launches: int, fence: int, front) -> float | None:
@@ -427,7 +427,7 @@ def test_measure_host_compares_with_a_trivial_call(torch):
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """A launch of no kernel, by name."""
+    """A named launch without a kernel."""
 
     name: str
     inputs: tuple[TensorSpec, ...]

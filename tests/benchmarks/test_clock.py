@@ -1,4 +1,4 @@
-"""Chained programs for the clock, and errors beside FlashAttention 2's, with made-up implementations."""
+"""Chained programs for the clock, and errors relative to FlashAttention 2's, with made-up implementations."""
 
 import pytest
 
@@ -21,7 +21,7 @@ from benchmarks.harness.records import environment
 
 
 def _scaled(factor: float) -> Implementation:
-    """An implementation whose results are the oracle's and `factor` ulps of bfloat16 beside."""
+    """Return an implementation whose results have a relative error of `factor` * 2**-8 against the oracle."""
 
     def passes(workload: Workload) -> PassMakers:
         exact = exact_attention(workload.case, *workload.inputs, workload.cotangent, workload.tables)
@@ -45,13 +45,13 @@ def test_errors_are_compared_seed_by_seed():
 
 
 def _attend(query, key, value, extra):
-    """Something like attention whose backward is one expression per gradient."""
+    """Compute a stand-in for attention whose backward pass is one expression per gradient."""
     del extra
     return query * key + value
 
 
 def test_chain_without_custom_calls_raises_chain_broken():
-    """Whether calls of a chain were merged can only be told from custom calls."""
+    """Only the custom calls of a chain show whether its calls were merged."""
     case = next(iter(CASES.values())).shrunk((64, 64))
     workload = make_workload(case, seed=0, device="cpu")
     prepared = jit_passes(_attend, workload, keeps_residuals=False, is_chained=True)["fwd"]()

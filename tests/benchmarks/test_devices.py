@@ -1,4 +1,4 @@
-"""The benchmark of several devices, on devices that the CPU pretends to be."""
+"""The benchmark of several devices, with one CPU acting as several devices."""
 
 import dataclasses
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_every_mesh_and_division_has_a_row_without_collectives():
 
 @pytest.fixture(scope="module")
 def smoke_run(tmp_path_factory):
-    """The lines that the command prints and the rows that it saves, for one sequence."""
+    """Return the text that the command prints and the rows that it saves, for one sequence."""
     folder, console = tmp_path_factory.mktemp("devices"), Console(record=True, width=200)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "SMALL_CASES", ())

@@ -1,4 +1,4 @@
-"""`benchmarks/block_diagonal/figures.py` compares rows with their limits; measuring needs an H200, and is no test."""
+"""`benchmarks/block_diagonal/figures.py` compares rows with limits. Measuring needs an H200 and is not tested."""
 
 import dataclasses
 import runpy
@@ -24,7 +24,7 @@ def figures():
 
 @pytest.fixture
 def change(tmp_path):
-    """Write the committed rows, after a change of one file, to a folder."""
+    """Return a function that writes the committed rows to a folder, after a change of one file."""
 
     def write(name, changed):
         for file, kind in FILES.items():

@@ -114,7 +114,7 @@ def test_seen_pairs_match_the_mask(group):
 
 def test_useful_work_is_two_products_forward_and_five_backward():
     diff = FUSE_CASES["diff_d64"]
-    # Two times 32 half heads, of queries and keys 64 wide and values 128 wide.
+    # There are two times 32 half heads, with queries and keys of 64 elements and values of 128.
     assert diff.useful_flops("fwd") == 6 * 32 * 16384**2 * 64
     causal = FUSE_CASES["causal_1x16384_gqa8"]
     product = 2 * 64 * 16 * 16384 * 16385 / 2
@@ -125,7 +125,8 @@ def test_bytes_count_each_array_once():
     case = FUSE_CASES["evoformer_d64"]
     whole, mask, pairs = 8 * 256 * 256 * 4 * 64 * 2, 8 * 256 * 256 * 2, 8 * 4 * 256 * 256 * 2
     assert case.useful_bytes("fwd") == 4 * whole + mask + pairs
-    # Backward: three operands, output and cotangent in, three gradients out, and of both biases in and out.
+    # The backward pass reads three operands, the output and the cotangent, and writes three gradients. It also reads
+    # both biases and writes their gradients.
     assert case.useful_bytes("fwd+bwd") - case.useful_bytes("fwd") == 8 * whole + 2 * (mask + pairs)
     assert case.operand_bytes("fwd+bwd") == (4 * whole + mask + pairs, 4 * whole + mask + pairs)
     documents = small_case("documents")
@@ -141,7 +142,7 @@ def test_floor_ms_is_the_maximum_of_compute_and_memory_time():
 
 
 def operands(case: FuseCase):
-    """Arguments as float32 tensors, and the same as JAX arrays."""
+    """Return the arguments as float32 tensors and as JAX arrays."""
     arrays = fuse_check.make_arrays(case, seed=1, device="cpu")
     arrays = {name: array.float() if array.is_floating_point() else array for name, array in arrays.items()}
     return arrays, {name: jnp.asarray(array.numpy()) for name, array in arrays.items()}
@@ -176,7 +177,7 @@ def test_check_results_accepts_exact_and_rejects_wrong_gradients(case):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", SMOKE_CASES, ids=lambda case: case.group)
 def test_flex_attention_baseline_matches_exact_results(case, monkeypatch):
-    # It refuses gradients on a CPU, where nothing but time is against them.
+    # FlexAttention rejects gradients on a CPU, although they would only be slow.
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     arrays, _ = operands(case)
     call = fuse_torch_baselines.flex_call(case, arrays, lambda function: function)
@@ -242,7 +243,7 @@ def measured(case: FuseCase = SMALL, **options) -> dict[tuple[str, str], FuseTim
 
 
 def copies(passes: FusePasses, pass_name: str):
-    """A program that is compiled in no time, with as many results as the pass has."""
+    """Return a program that compiles quickly and has as many results as the pass."""
     count = len(fuse_check.expected_names(passes.case, pass_name))
     return compile_program(lambda array: (array,) * count, jnp.zeros(4))
 
@@ -259,7 +260,7 @@ def test_every_implementation_is_checked_and_timed():
     row = rows["xla", "fwd+bwd"]
     assert row.peak_bytes == row.extra_bytes + sum(SMALL.operand_bytes("fwd+bwd"))
     assert rows["torch-flex", "fwd"].median_ms > 0
-    # What cannot run on a CPU is a row with the reason, and the others go on.
+    # A pass that cannot run on a CPU has a row with the reason, and the others continue.
     assert "backward on CPU" in rows["torch-flex", "fwd+bwd"].note
     assert rows["jax-cudnn", "fwd"].note.startswith("failed: NotImplementedError")
     assert rows["jax-cudnn", "fwd"].median_ms is None
@@ -292,7 +293,7 @@ def test_measure_skips_baselines_that_exceed_memory_or_time(monkeypatch):
 def test_kernels_are_compiled_ahead_and_then_loaded(monkeypatch, tmp_path):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    # One thread: which folder Triton's cache is in is a setting of the process.
+    # There is one thread, because the folder of Triton's cache is a setting of the process.
     threads = types.SimpleNamespace(Pool=lambda *_, **__: multiprocessing.pool.ThreadPool(1))
     monkeypatch.setattr(fuse_ahead.multiprocessing, "get_context", lambda method: threads)
     monkeypatch.setattr(fuse_ahead, "flex_compilation", lambda case, seed: f"no GPU for {case.name}")

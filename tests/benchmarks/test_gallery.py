@@ -1,4 +1,4 @@
-"""The command that times the gallery's variants, where there is no GPU: rows, checks, and what failures become."""
+"""The command that times the gallery's variants, run without a GPU: rows, checks and failures."""
 
 import dataclasses
 import time
@@ -37,7 +37,7 @@ def settings(seconds: float = 60.0) -> GallerySettings:
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Sizes for a CPU, and nothing to queue work behind."""
+    """Use sizes for a CPU, and queue no work in front of the timed work."""
     monkeypatch.setattr(gallery_measure, "timed_sizes", lambda name: SMOKE)
     monkeypatch.setattr(gallery_measure, "_front", lambda: None)
 
@@ -58,7 +58,7 @@ def test_gallery_command_on_a_cpu_writes_smoke_rows(tmp_path, monkeypatch):
 
 
 def test_measure_variants_records_failures_and_keeps_other_rows(tiny, monkeypatch, tmp_path):
-    """One of them cannot be fused: it has XLA's times and the reason."""
+    """A variant that cannot be fused has XLA's times and the reason."""
 
     def sorts(query, key, value):
         scores = jnp.sort(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
@@ -78,7 +78,7 @@ def test_measure_variants_records_failures_and_keeps_other_rows(tiny, monkeypatc
         other = rows["multi_query", pass_name]
         assert other.speed_up > 0 and other.note == ""
         assert other.shape == "query [2, 96, 4, 16], key [2, 96, 16]"
-    # What has no times at all does not replace what has.
+    # Rows without any time do not replace rows with times.
     (late,) = measure_variants(["multi_query"], WHERE, settings(-1.0))
     assert {row.note for row in late} == {SPENT}
     keep_all(Console(quiet=True), path, [late])
@@ -87,7 +87,7 @@ def test_measure_variants_records_failures_and_keeps_other_rows(tiny, monkeypatc
 
 
 def test_wrong_results_are_not_timed(tiny):
-    """Of a fused function that returns something else, and of one whose results are compared with nothing."""
+    """The fused function is not timed if its results are wrong or were not compared."""
     work = begin(VARIANTS["causal"], SMOKE, seed=0)
     trace(work, "ours", "xla")
     trace(work, "xla", "")
@@ -113,7 +113,7 @@ def test_wrong_results_are_not_timed(tiny):
 
 
 def test_judge_measures_relative_distance_from_float32():
-    """A result in bfloat16 is as far from float32 as rounding takes it, a changed one as far as the change."""
+    """A bfloat16 result differs from float32 by rounding, and a halved result by one half."""
     work = begin(VARIANTS["alibi_learned"], dataclasses.replace(SMOKE, dtype="bfloat16"), seed=1)
     compile_judge(work)
     arguments = work.arguments("fwd+bwd")
@@ -136,7 +136,7 @@ def test_kernels_of_a_variant_are_found_by_tracing():
 
 
 def test_short_work_is_queued_behind_its_front():
-    """The fence is the front's result, run before the subject; many runs make a sample."""
+    """The front runs before the subject, and its result is the fence. A sample consists of many runs."""
     order = []
 
     class Result:

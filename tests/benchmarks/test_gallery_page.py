@@ -1,4 +1,4 @@
-"""The gallery's page: what it shows, that the committed one is of this code, and the command that times variants."""
+"""The gallery's page: its content, agreement of the committed page with the code, and its command."""
 
 import inspect
 import re
@@ -28,7 +28,7 @@ def timing(variant: str, pass_name: str, ours_ms: float | None, xla_ms: float | 
 
 
 def sections(text: str) -> dict[str, str]:
-    """The parts of a page by the variant that is their heading."""
+    """Return the sections of a page by the variant in their heading."""
     _, *parts = re.split(r"^### (.*)$", text, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -59,7 +59,7 @@ def test_page_shows_code_tiles_kernels_and_times(written):
     assert 80 < int(skipped) < 100
     assert times == ["query [2, 4096, 8, 64]", "0.062 ms, 16.0x", "0.500 ms"]
     assert "out of memory" in window
-    # Two regions, none of which skips anything; Hopper's forward kernels are others.
+    # There are two regions, and neither skips tiles. Hopper has different forward kernels.
     assert re.search(
         r"^\| none.* \| \d+ \+ \d+ \+ \d+ \+ \d+ / .* \| 0.500 ms, 4.0x \| - \|$", found["differential"], re.MULTILINE
     )
@@ -90,7 +90,7 @@ def test_region_plot_draws_visited_tiles():
 
 
 def test_committed_gallery_page_matches_the_variants():
-    """All but what the compiler makes of it, which takes long: `python -m benchmarks gallery-page` writes it."""
+    """The compiler's figures take long and are not checked; `python -m benchmarks gallery-page` writes them."""
     text = PAGE.read_text()
     assert list(sections(text)) == list(VARIANTS)
     assert not re.search(r"/[^ ]*/[^ ]*\.py:", text), "a path of the machine that wrote it"

@@ -34,7 +34,8 @@ def timing(case: str, pass_name: str, implementation: str, milliseconds: float |
 
 def test_useful_flops_match_the_mask():
     past = np.arange(SMALL.tokens) // SMALL.block_size
-    # Which blocks are chosen does not matter, as all but the last, which is never chosen, are full: the first ones.
+    # The count does not depend on which blocks are chosen, because all but the last are full and the last one is never
+    # chosen. This mask chooses the first ones.
     is_chosen = np.arange(SMALL.num_blocks)[None, :] < np.minimum(past, SMALL.top_k - 1)[:, None]
     is_chosen[np.arange(SMALL.tokens), past] = True
     mask = np.repeat(is_chosen, SMALL.block_size, axis=1)[:, : SMALL.tokens] & np.tri(SMALL.tokens, dtype=bool)
@@ -122,7 +123,7 @@ def test_judge_moba_compares_rows_with_limits():
     assert found["n64k fwd: relative error against float32"].is_met
     assert not found["n64k bwd: relative error against float32"].is_met
     assert found["n64k fwd+bwd: time over dense cuDNN"].is_met
-    # Another case over arrays of the same shape is compared with the same dense time; 8,192 tokens are not judged.
+    # A case over arrays of the same shape is compared with the same dense time. Cases of 8,192 tokens are not judged.
     assert found["block512_k2_64k fwd+bwd: time over dense cuDNN"].value == pytest.approx(300 / 221)
     assert "n8k fwd+bwd: time over dense cuDNN" not in found
     assert found["n8k: routing over forward"].value is None and not found["n8k: routing over forward"].is_met
@@ -141,7 +142,7 @@ def test_judge_moba_of_a_required_run_is_met_only_by_a_time():
 
 @pytest.fixture(scope="module")
 def computed():
-    """Operands, routing and results of a small case."""
+    """Return the operands, routing and results of a small case."""
     operands = random_operands(SMALL, seed=1)
     options = {"block_size": SMALL.block_size, "top_k": SMALL.top_k, "implementation": "xla"}
     routing = moba_routing(operands[0], operands[1], **options)
@@ -192,7 +193,7 @@ def test_float32_attention_matches_the_reference_under_a_routing():
 
 
 def cholesky_program():
-    """A program with one custom call."""
+    """Return a program with one custom call."""
     return compile_program(lambda x: jnp.linalg.cholesky(x, symmetrize_input=False), 8 * jnp.eye(8))
 
 
@@ -201,7 +202,7 @@ def test_chain_runs_the_kernels_of_all_its_calls():
     assert program.note.endswith(" x1")
     chain = program.chain(3)
     assert chain.calls == 3 and "programs of 3 calls" in chain.note
-    # The first number of the matrix is another one in later calls.
+    # Later calls of the chain have another first element of the matrix.
     assert program.run()[0, 0] > 1 > chain.run()[0, 0] > 0
 
 
@@ -225,7 +226,7 @@ def test_launch_specs_are_found_by_tracing_and_shared_between_lengths():
     assert any("forward" in name for name in names) and any("backward" in name for name in names)
     different, reasons = different_kernels([*first, *second], Target(90, 132))
     assert reasons == []
-    # Launches for some heads and for others share a kernel too.
+    # Launches for different groups of heads share a kernel, too.
     assert len(names) <= len(different) < len(first) + len(second)
 
 
@@ -305,7 +306,7 @@ def test_dense_attention_is_left_out_beyond_its_length(moba, monkeypatch):
     monkeypatch.setattr(moba.FAMILY, "own", lambda cases, settings: [])
     rows = measured_rows(moba, dense_tokens=64)
     assert all(row.note == "not run: dense attention is timed up to 64 tokens" for row in rows.values())
-    # A case after this one needs its time.
+    # The cases after this one need the remaining time.
     rows = measure(moba.FAMILY, [SMALL], environment("cpu"), {}, settings_of(moba), later=[SMALL] * 10)
     assert len(rows) == 3 and all("time budget" in row.note for row in rows)
 

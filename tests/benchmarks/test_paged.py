@@ -36,7 +36,7 @@ from benchmarks.paged.arrays import case_arrays, make_pool  # noqa: E402
 WHERE = dict(zip(("device", "driver", "jax", "jaxlib", "torch", "triton", "date"), "abcdefg", strict=True))
 RATES = {"read_tb_per_s": 4.0}
 SMALL = PagedShape(name="small", batch=2, kv_length=128, query_heads=4, key_heads=2, head_dim=16)
-# For the interpreter, which takes a second for few programs.
+# This shape is for the interpreter, which takes a second for few programs.
 TINY = PagedShape(name="tiny", batch=1, kv_length=64, query_heads=2, key_heads=1, head_dim=16)
 
 
@@ -104,7 +104,7 @@ def test_recorded_rows_are_marked_as_recorded():
     assert len(rows) == 3 * len(RECORDED)
     assert all("not run here" in row.note and "recorded" in row.device for row in rows)
     row = next(row for row in rows if row.case == "b1_128k_bf16_p1")
-    # The anchor gives 3,699 GB/s for this one.
+    # The source of the recorded time gives 3,699 GB/s.
     assert row.median_us == 145.1 and row.tb_per_s == pytest.approx(3.699, abs=2e-3)
 
 
@@ -154,7 +154,7 @@ def test_paged_tables_have_a_line_for_every_measured_row():
 
 
 def drawn(case: PagedCase):
-    """Arrays of the first call, on the CPU."""
+    """Return the arrays of every call of a round, on the CPU."""
     return case_arrays(case, make_pool(case, seed=0, device="cpu"), seed=0)
 
 
@@ -170,7 +170,7 @@ def test_moba_calls_have_different_queries():
     arrays = drawn(case)
     assert len(arrays) == case.calls == 10
     assert not torch.equal(arrays[0]["query"], arrays[1]["query"])
-    # At least the mean keys and the own block of each head, at most all but the last few blocks of each head.
+    # A call reads at least the mean keys and one block for each head, and at most the mean keys and the whole cache.
     least = arrays[0]["centroids"].nbytes + 2 * 2 * 16 * 16 * 2 * 2
     assert least < paged_check.chosen_bytes(case, arrays[0]) <= arrays[0]["centroids"].nbytes + case.read_bytes
 
@@ -206,7 +206,7 @@ def test_check_attention_of_wrong_results_raises_wrong_result():
 
 
 def appended(case: PagedCase):
-    """Arrays before and after an append by the library."""
+    """Return the arrays before and after an append by the library."""
     from benchmarks.harness.device import to_jax, to_torch
     from blockdiag.ops.append.api import append_to_pages
 
@@ -236,7 +236,7 @@ def test_check_append_undoes_a_scale_per_head():
 
 
 def interpreted(spec, *tensors):
-    """A launch by Triton's interpreter; what it changes in place is copied back."""
+    """Run a launch in Triton's interpreter and copy in-place changes back to the tensors."""
     from blockdiag.interop.interpreter.launch import interpret
     from blockdiag.triton_kernels.launch.plan import Target
 
@@ -268,7 +268,7 @@ def settings_of(**options):
 
 
 def portable(monkeypatch):
-    """Launch plans that the interpreter takes."""
+    """Make launch plans portable, as the interpreter requires."""
     from blockdiag.triton_kernels.paged import plans as paged
 
     made = paged.PagedLaunch

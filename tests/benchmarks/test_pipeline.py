@@ -34,7 +34,7 @@ class MadeUpCase:
 
 
 def makes(ran, broken=()):
-    """Return the `begin` of an implementation whose passes note in `ran` that they run."""
+    """Return the `begin` of an implementation whose passes record their runs in `ran`."""
 
     def begin(context, case):
         if case.name in broken:
@@ -113,11 +113,11 @@ def test_every_pass_is_a_row_with_its_floor_at_the_rates_of_the_rounds():
     rows = measured(family)
     assert list(rows) == [("ours", "fwd"), ("ours", "bwd"), ("baseline", "fwd")]
     for row in rows.values():
-        # Three rounds: `rates_beside` says 3 GB/s.
+        # After three rounds, `rates_beside` returns 3 GB/s.
         assert row.median_ms > 0 and row.floor_ms == pytest.approx(1 / 3) and row.extra_bytes == 7
         assert row.ratio_to_floor == pytest.approx(row.median_ms / row.floor_ms) and row.relative_error == 0.5
     counts = collections.Counter(family.ran)
-    # Three runs to calibrate, and then each is in every round as often as the others.
+    # After the runs for calibration, every round runs each subject equally often.
     assert len(set(counts.values())) == 1 and counts["beside"] >= 6
 
 
@@ -157,7 +157,7 @@ def test_rows_are_written_case_by_case_and_not_run_replaces_nothing(monkeypatch,
     assert [(row.case, row.pass_name) for row in first] == [(x, y) for x in ("one", "two") for y in ("fwd", "bwd")]
     run(family, console, tmp_path, dataclasses.replace(choices, deadline=time.monotonic() - 1))
     assert read_rows(path, MoBATiming) == first
-    # Failures are news, and replace a time.
+    # Unlike rows that were not run, failures replace a time.
     run(MadeUp(broken={"two"}), console, tmp_path, dataclasses.replace(choices, cases="two"))
     again = read_rows(path, MoBATiming)
     assert again[:2] == first[:2] and [row.note for row in again[2:]] == ["failed: WrongResult: two is wrong"] * 2

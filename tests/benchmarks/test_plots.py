@@ -1,4 +1,4 @@
-"""Pictures: all of them from the recorded rows, in both themes, small, without a GPU; and what is left out, and why."""
+"""Pictures drawn from the recorded rows without a GPU, and the reasons for pictures that are left out."""
 
 import dataclasses
 import shutil
@@ -43,7 +43,7 @@ def files_of(pictures) -> set[str]:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """What the command prints and the folder that it fills."""
+    """Return the text that the command prints and the folder that it fills."""
     folder = tmp_path_factory.mktemp("pictures")
     arguments = ["all", "--plot", "--output", str(RESULTS), "--pictures", str(folder)]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
@@ -187,7 +187,7 @@ def test_roofline_counts_block_diagonal_products():
         if all(getattr(row, name) == value for name, value in case.items())
     ]
     (point,) = roofline_plots.block_diagonal_points([row])
-    # Five products of 2 * 64 * 128 for each row and head, seven arrays of two bytes.
+    # Each row and head takes five products of 2 * 64 * 128 operations and seven arrays of two-byte elements.
     assert point.intensity == pytest.approx(5 * 2 * 64 * 128 / (7 * 128 * 2))
     assert point.tflops == pytest.approx(262144 * 8 * 5 * 2 * 64 * 128 / row.median_ms / 1e9)
 

@@ -1,4 +1,4 @@
-"""The recall experiment: its formula, its kinds of keys, and the command around them, on sizes that take seconds."""
+"""The recall experiment: its formula, its kinds of keys and its command, at small sizes."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ SETTINGS = RecallSettings(
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_promotion():
-    """The command line runs under JAX's usual settings, not the strict ones of the other tests."""
+    """Use JAX's default promotion, as the command line does, instead of the strict one of the other tests."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -53,7 +53,7 @@ def test_chosen_probability_at_the_limits_has_known_values():
 
 
 def independent_retrieval(settings: RecallSettings) -> Retrieval:
-    """Keys that are what the formula says: independent, of unit length."""
+    """Return keys that meet the assumptions of the formula: independent and of unit length."""
     generator = np.random.default_rng(0)
     key = generator.standard_normal((settings.trials, settings.context, settings.head_dim)).astype(np.float32)
     key /= np.linalg.norm(key, axis=-1, keepdims=True)
@@ -68,7 +68,7 @@ def test_recall_of_independent_keys_matches_the_formula():
     assert recall_experiment.token_ratio(retrieval) == pytest.approx(predicted, rel=0.02)
     for row in measure_recall("independent", retrieval, settings, predicted=predicted):
         assert row.predicted_snr == pytest.approx(np.sqrt(settings.head_dim / (2 * row.block_size)))
-        # 600 excesses, each with as much noise as a score has.
+        # The SNR is measured from 600 excesses, each with the noise of a score.
         assert row.snr == pytest.approx(row.predicted_snr, abs=4 / np.sqrt(2 * 600))
         assert row.accuracy == pytest.approx(row.predicted_accuracy, abs=4 * row.error)
 
@@ -78,7 +78,7 @@ def test_needles_lie_in_one_block_that_a_query_may_choose(rows):
     retrieval = recall_experiment.words_retrieval(SETTINGS)
     last = (SETTINGS.context - 1) // max(SETTINGS.block_sizes)
     assert (retrieval.position // max(SETTINGS.block_sizes) < last).all()
-    # A needle's products with all other words are small, with itself 1.
+    # A needle's product with itself is 1, and its products with all other words are smaller.
     products = np.asarray(jnp.einsum("th,tch->tc", retrieval.query, retrieval.key, precision="highest"))
     np.testing.assert_array_equal(products.argmax(axis=1), retrieval.position)
     np.testing.assert_allclose(products.max(axis=1), 1.0, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Tables of README.md, benchmarks/README.md and docs/: what they say of rows, and that pages hold what files say."""
+"""Tables of README.md, benchmarks/README.md and docs/: their content, and agreement of pages with result files."""
 
 import runpy
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_moba_table_shows_times_and_dense_baselines(readme_table):
         moba_timing("bwd", "triton", 1.5),
         moba_timing("fwd+bwd", "triton", 2.5, floor_ms=0.625),
         moba_timing("fwd+bwd", "flashmoba-measured", 5.32, device="recorded"),
-        # Dense attention of the same arrays, which stands with a case of other blocks; of other arrays; not measured.
+        # Dense attention: on the same arrays in a case of other blocks, on other arrays, and without a measurement.
         moba_timing("fwd", "torch-cudnn", 2.0, case="block64", block_size=64),
         moba_timing("bwd", "torch-cudnn", 3.0, case="block64", block_size=64),
         moba_timing("fwd+bwd", "torch-cudnn", 99.0, case="gqa", key_heads=4),
@@ -171,7 +171,7 @@ def test_pages_show_the_recorded_figures(readme_table):
 
 
 def test_check_of_pages_with_other_figures_exits_with_an_error(readme_table, monkeypatch, tmp_path):
-    """For each section and each of its files alone, as if this library had taken a tenth longer."""
+    """For each section, each file alone has times of this library that are a tenth longer."""
     main, sections = readme_table["main"], readme_table["SECTIONS"]
     assert {one.page.name for one in sections} == {"README.md", "moba.md", "decode.md", "speed.md"}
     for one in sections:
@@ -179,7 +179,7 @@ def test_check_of_pages_with_other_figures_exits_with_an_error(readme_table, mon
             sources = {tmp_path / path.name if it == path else it: of for it, of in one.sources.items()}
             write_rows(tmp_path / path.name, kind, [slower(row) for row in read_rows(path, kind)])
             monkeypatch.setitem(main.__globals__, "SECTIONS", (replace(one, sources=sources),))
-            # Block-diagonal attention is so far ahead that the list of where others are faster stays what it is.
+            # Block-diagonal attention is so far ahead that the list of faster baselines does not change.
             if one.name == "behind" and kind is Timing:
                 main(["--check"])
                 continue
@@ -188,7 +188,7 @@ def test_check_of_pages_with_other_figures_exits_with_an_error(readme_table, mon
 
 
 def slower(row):
-    """A row with the time of this library a tenth longer."""
+    """Return a row in which the time of this library is a tenth longer."""
     field = {PagedTiming: "median_us", GalleryTiming: "ours_ms"}.get(type(row), "median_ms")
     is_ours = getattr(row, "implementation", "triton") in ("triton", "triton-torch")
     time = getattr(row, field)

@@ -84,7 +84,7 @@ def test_demo_with_a_missing_package_names_it(monkeypatch):
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """A folder with what the script reads, so that nothing is installed into the real checkout."""
+    """Return a folder with the files that the script reads, so that nothing is installed into the real checkout."""
     for name in ("do", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
@@ -110,7 +110,7 @@ def fake_program(folder: Path, name: str, body: str) -> Path:
 
 
 def tools(folder: Path) -> str:
-    """A PATH of its own that has what the script calls, and no Python."""
+    """Return a PATH with the programs that the script calls, but without Python."""
     folder.mkdir()
     for name in ("sh", "dirname", "cat", "cksum", "grep"):
         (folder / name).symlink_to(shutil.which(name))
@@ -139,7 +139,7 @@ def test_script_refuses_a_python_that_is_too_old(checkout, tmp_path):
 
 
 def test_script_finds_a_python_among_pyenv_versions(checkout, tmp_path):
-    # This one stands for a real interpreter: it answers the script's questions, and shows that it was asked for a venv.
+    # This fake interpreter answers the script's questions and shows that it was asked for a venv.
     body = 'case "$*" in *venv\\ --clear*) echo "venv wanted" >&2; exit 7;; esac; echo "Python 3.12.0"'
     fake_program(tmp_path / "pyenv" / "versions" / "3.12.0" / "bin", "python3", body)
     result = run_script(checkout, "setup", PATH=tools(tmp_path / "tools"), PYENV_ROOT=str(tmp_path / "pyenv"))
@@ -160,7 +160,7 @@ esac"""
 
 @pytest.fixture
 def fake_python(tmp_path) -> str:
-    """Stands for an interpreter that makes environments, notes what it installs and runs, and fails at tests."""
+    """Return a fake interpreter that creates environments, records calls of pip and pytest, and fails the tests."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_all.py").write_text("@pytest.mark.versions\n")
     (tmp_path / "tests" / "test_other.py").write_text("")
@@ -168,7 +168,7 @@ def fake_python(tmp_path) -> str:
 
 
 def runtime_requirements() -> list[Requirement]:
-    """What users install, as pyproject.toml names it, where it gives versions."""
+    """Return the requirements of users in pyproject.toml that give versions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     texts = [*project["dependencies"], *itertools.chain(*(extras[name] for name in ("cli", "cuda", "flax", "torch")))]
@@ -206,7 +206,8 @@ def test_script_makes_another_environment_for_other_versions(checkout, fake_pyth
 
 
 def test_script_does_not_install_twice(checkout, tmp_path):
-    # A stand-in for .venv/bin/python that fails when pip runs, and an installation recorded by the script's own rule.
+    # The first .venv/bin/python fails when pip runs. After the second one succeeds, the script records the installation
+    # and does not call the third one.
     fake_program(checkout / ".venv" / "bin", "python", 'case "$*" in *pip*) exit 9;; esac')
     assert run_script(checkout, "setup").returncode == 9
     fake_program(checkout / ".venv" / "bin", "python", "exit 0")

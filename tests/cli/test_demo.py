@@ -1,4 +1,4 @@
-"""The demo's model, its two attentions, and the command around them, on sizes that take seconds."""
+"""The demo's model, its two attentions and its command, at small sizes."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ TINY = Settings(
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_promotion():
-    """Flax needs JAX's usual promotion, which the other tests go without."""
+    """Use JAX's standard promotion, which Flax needs and tests/conftest.py disables."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -71,7 +71,7 @@ def test_model_is_causal_and_sees_earlier_blocks():
     logits = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.concatenate([tokens, changed]))
     difference = np.abs(logits[0] - logits[1]).max(axis=-1)
     assert not difference[:15].any()
-    # Token 16 begins the next block: the convolution tells it of token 15.
+    # Token 16 begins the next block, but the convolution reaches back to token 15.
     assert difference[16] > 0
 
 

@@ -1,4 +1,4 @@
-"""The demo with MoBA: its model, its statistics, and the command around them, on sizes that take seconds."""
+"""The demo with MoBA: its model, routing statistics and command, at small sizes."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ TINY = MoBASettings(
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_promotion():
-    """Flax needs JAX's usual promotion, which the other tests go without."""
+    """Use JAX's standard promotion, which Flax needs and tests/conftest.py disables."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -48,7 +48,8 @@ def test_both_models_have_the_same_parameters(models):
     jax.tree.map(np.testing.assert_array_equal, moba, dense)
     counts = {moba_model.count_parameters(model) for model in models.values()}
     assert len(counts) == 1
-    # Embedding and head, norms, and per layer: projections, convolution of keys, feed-forward.
+    # There are an embedding, a head and a norm. Each layer has projections, a key convolution, a feed-forward network
+    # and norms.
     width, layers = TINY.width, TINY.layers
     per_layer = 4 * width * width + TINY.key_taps * width + 8 * width * width + 2 * width
     assert counts == {2 * 256 * width + width + layers * per_layer}
@@ -65,7 +66,7 @@ def test_models_are_causal_and_the_routed_one_sees_less(models):
     one_layer = dataclasses.replace(TINY, layers=1, top_k=1)
     alone = MoBALanguageModel(one_layer, moba_model.routed_attention(one_layer, "xla"))
     logits = nnx.jit(lambda model, tokens: model(tokens))(alone, jnp.concatenate([tokens, changed]))
-    # With its own block only, a query sees the changed token through the convolved keys of its own block at the most.
+    # A query that sees only its own block depends on the changed token at most through that block's convolved keys.
     assert not np.abs(logits[0] - logits[1])[48:].any()
 
 

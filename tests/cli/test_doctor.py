@@ -41,14 +41,14 @@ def text_of(table) -> str:
 
 
 def rows_of(report: dict, op: str, framework: str = "JAX") -> dict[str, dict]:
-    """What was found out about each implementation of an op."""
+    """Return the outcome of each implementation of an op."""
     found = [entry for entry in report["implementations"] if (entry["op"], entry["framework"]) == (op, framework)]
     return {entry["implementation"]: entry["outcome"] for entry in found}
 
 
 @pytest.fixture(scope="module")
 def report(no_other_distributions) -> dict:
-    """What doctor says of this machine, with every check run."""
+    """Return doctor's report on this machine, with every check run."""
     result = run_doctor("--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
@@ -56,7 +56,7 @@ def report(no_other_distributions) -> dict:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_other_distributions() -> Iterator[None]:
-    """Spare each run of doctor the reading of every distribution's files; test_package_versions.py is about that."""
+    """Keep doctor from reading every distribution's files, which test_package_versions.py covers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "other_distributions", dict)
         yield
@@ -64,10 +64,10 @@ def no_other_distributions() -> Iterator[None]:
 
 @pytest.fixture
 def only_convolution(monkeypatch) -> Iterator[None]:
-    """Has doctor check one cheap op, whose implementations a test may spoil."""
+    """Limit doctor to one cheap op, whose implementations a test may break."""
     cases = tuple(case for case in doctor_checks.CASES if case.op == "key_convolution")
     monkeypatch.setattr(doctor_checks, "CASES", cases)
-    # JAX remembers what it traced of right implementations, and must not remember spoilt ones.
+    # JAX caches traces, which must not mix correct and broken implementations.
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -92,7 +92,7 @@ def test_every_implementation_of_every_op_is_within_tolerance(report):
 
 
 def test_interpreters_compute_results_of_their_own(report):
-    # Equal to the last bit would mean that the reference was called in their place.
+    # Bitwise equal results would mean that the reference was called instead.
     for op in ("block_diagonal_attention", "moba_attention", "fuse", "paged_attention"):
         for name in ("xla", "triton"):
             assert rows_of(report, op)[name]["error"] > 0, (op, name)
@@ -114,7 +114,7 @@ def test_every_public_function_with_implementations_has_a_case(package):
         for name, value in callables.items()
         if not inspect.isclass(value) and "implementation" in inspect.signature(value).parameters
     }
-    # The same operator for tensors with heads before tokens.
+    # This is the same operator for tensors with heads before tokens.
     assert with_choice - {"block_diagonal_attention_bhsd"} <= {case.op for case in doctor_checks.CASES}
 
 

@@ -1,4 +1,4 @@
-"""Sequences whose tokens four devices share, or two of them, beside one device."""
+"""Calls whose tokens are sharded over four or two devices, compared with one device."""
 
 import contextlib
 import dataclasses
@@ -44,16 +44,16 @@ def operands(batch, key_heads=KEY_HEADS, query_heads=HEADS):
 
 
 def assert_shared(attend, arrays, spec, kind, shape, context, *, collectives=None, result=None):
-    """Assert that devices that share tokens compute what one device does, gradients too.
+    """Assert that results and gradients on the mesh match those on one device.
 
     Args:
-        attend: of context or None, and of arrays; returns an array.
-        arrays: of one device.
-        spec: of the first three arrays; the others are on all devices.
-        kind, shape: of the mesh.
-        context: what `attend` takes on the mesh.
-        collectives: names of those that the program may have.
-        result: the spec of the result, where it is not that of arrays.
+        attend: function of a context or None and of the arrays; returns an array.
+        arrays: the arrays on one device.
+        spec: the spec of the first three arrays; the others are on all devices.
+        kind, shape: kind and shape of the mesh.
+        context: the context that `attend` takes on the mesh.
+        collectives: names of the allowed collectives.
+        result: the spec of the result, if it differs from `spec`.
     """
     mesh = make_mesh("automatic" if kind == "manual" else kind, shape)
     expected = jax.jit(gradients_of(attend, None))(*arrays)
@@ -76,9 +76,10 @@ def assert_shared(attend, arrays, spec, kind, shape, context, *, collectives=Non
 
 @functools.cache
 def gradients_of(attend, context):
-    """The result and the gradients by three arrays, of a cotangent that depends on the place.
+    """Return a function that computes the result and the gradients of three arrays.
 
-    Tests share the function, so that JAX compiles it once for one device.
+    The cotangent differs from element to element. All tests share the function, so that JAX compiles it once
+    for one device.
     """
 
     def compute(query, key, value, *more):
@@ -105,10 +106,13 @@ def test_moba_of_sharded_tokens_matches_one_device(strategy, kind):
     assert_shared(moba, operands(1), P(None, "model"), kind, (1, 4), context, collectives=moves)
 
 
-# One operation at a time is some hundred programs.
+# Eager execution compiles about a hundred programs.
 @pytest.mark.parametrize("strategy", ["ulysses", pytest.param("gather", marks=pytest.mark.exhaustive)])
 def test_moba_of_sharded_tokens_outside_jit_matches_the_compiled_call(strategy):
-    """`jax.shard_map` then runs one operation at a time, and refuses derivatives that a compiled program may have."""
+    """Eagerly, `jax.shard_map` runs one operation at a time.
+
+    It then refuses derivatives that a compiled program may have.
+    """
     mesh = make_mesh("explicit", (1, 4))
     compute = gradients_of(moba, ContextParallel("model", strategy))
     with jax.set_mesh(mesh):
@@ -120,7 +124,7 @@ def test_moba_of_sharded_tokens_outside_jit_matches_the_compiled_call(strategy):
 
 @pytest.mark.parametrize("key_heads", [2, 4])
 def test_ulysses_with_one_key_head_on_each_device_equals_one_device(key_heads):
-    """Groups then have query heads alone, and the key head moves once."""
+    """Each group then has only query heads, and the key head moves once."""
     context, arrays = ContextParallel("model", "ulysses"), operands(1, key_heads, query_heads=8)
     assert_shared(moba, arrays, P(None, "model"), "explicit", (1, 4), context, collectives={"all-to-all"})
 
@@ -180,7 +184,7 @@ def test_moba_without_a_strategy_gathers_only_where_heads_cannot_be_exchanged():
 
 @pytest.mark.parametrize(("strategy", "is_packed"), [("ulysses", False), ("gather", False), ("gather", True)])
 def test_moba_of_sharded_tokens_equals_one_device_bitwise(strategy, is_packed):
-    """All results are those of one device to the last bit, so that no other block can have been chosen."""
+    """Bitwise equality implies that every query chose the same blocks."""
     arrays = [x.astype(jnp.bfloat16) for x in operands(None if is_packed else 1)]
     attend = functools.partial(moba, offsets=OFFSETS if is_packed else None, implementation="xla")
     mesh = make_mesh("explicit", (1, 4))
@@ -193,7 +197,7 @@ def test_moba_of_sharded_tokens_equals_one_device_bitwise(strategy, is_packed):
 
 @pytest.mark.parametrize("offsets", [None, OFFSETS], ids=["batched", "packed"])
 def test_moba_routing_of_sharded_tokens_does_not_wait_for_gathered_keys(offsets, monkeypatch):
-    """Where zeros arrive in place of keys, queries choose as before, and attend to what they chose evenly."""
+    """Queries choose the same blocks if zeros arrive in place of the gathered keys."""
     arrays = operands(2 if offsets is None else None)
     routing = moba_routing(*arrays[:2], block_size=BLOCK, top_k=3, sequence_offsets=offsets)
     expected = moba(None, arrays[0], 0 * arrays[1], arrays[2], offsets, routing=routing)
@@ -216,7 +220,7 @@ def test_moba_routing_of_sharded_tokens_does_not_wait_for_gathered_keys(offsets,
 
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_moba_centroids_and_choice_are_partitioned_over_batch_and_heads(is_mapped):
-    """Batch rows, or an axis of `jax.vmap`, and heads; fewer key heads than query heads."""
+    """Batch rows (or an axis of `jax.vmap`) and heads are sharded, with fewer key heads than query heads."""
     query, key, _ = operands(4)
     key = key[:, :, :2]
     rows = slice(0, 1) if is_mapped else slice(None)
@@ -305,7 +309,7 @@ def test_block_diagonal_of_sharded_packed_tokens_permutes_rows_between_neighbour
     ],
 )
 def test_block_diagonal_of_blocks_cut_by_shards_permutes_rows_between_neighbours(kind, rotary, is_causal):
-    """Two key heads, which four devices do not divide."""
+    """Four devices do not divide the two key heads."""
     attend = functools.partial(block_diagonal, rotary=rotary, block_size=20, is_causal=is_causal)
     context, moves = ContextParallel("model"), {"collective-permute"}
     assert_shared(attend, operands(2, 2), P(None, "model"), kind, (1, 4), context, collectives=moves)
@@ -316,14 +320,14 @@ def test_block_diagonal_of_sharded_block_lengths_permutes_rows_between_neighbour
     def attend(context, query, key, value, lengths):
         return block_diagonal(context, query, key, value, block_lengths=lengths, rotary=rotary, is_causal=False)
 
-    # One longer than a block may be, whose other rows belong to none.
+    # One block is longer than the largest block size. Its other rows belong to no block.
     lengths = jnp.asarray([5, 16, 16, 0, 9, 30, 1, 16, 11], jnp.int32)
     context, moves = ContextParallel("model"), {"collective-permute"}
     assert_shared(attend, [*operands(None), lengths], P("model"), "explicit", (1, 4), context, collectives=moves)
 
 
 def convolve_three(context, *arrays, weights=None, offsets=None):
-    """Keys at three places of one sum, so that their gradients differ."""
+    """Return a weighted sum of three convolutions, so that the gradients of the three keys differ."""
     weights = random_arrays((4, KEY_HEADS, WIDTH))[0] if weights is None else weights
     convolved = [key_convolution(x, weights, sequence_offsets=offsets, context_parallel=context) for x in arrays]
     return convolved[0] + 2 * convolved[1] - convolved[2]
@@ -366,7 +370,7 @@ def test_key_convolution_weight_gradient_is_summed_over_token_shards(kind):
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])
 @pytest.mark.parametrize("attend", [moba, block_diagonal, convolve_three], ids=lambda function: function.__name__)
 def test_tokens_that_the_mesh_does_not_divide_raise_value_error_with_the_padded_length(attend, kind):
-    """JAX itself refuses to shard such an axis, so that no result could have their shape."""
+    """JAX cannot shard an axis of this length, so no result could have the right shape."""
     mesh = make_mesh(kind, (1, 4))
     context = ContextParallel("model", mesh=mesh if kind == "automatic" else None)
     message = r"must be a multiple of the 4 devices along 'model', got 126; pad them to 128"
@@ -405,7 +409,7 @@ def test_offsets_of_batched_tokens_raise_the_value_error_of_one_device(attend, n
 
 
 def test_offsets_are_checked_against_the_tokens_of_all_devices():
-    """Inside of `jax.shard_map`, too, where each device has a quarter of them."""
+    """The check also applies inside `jax.shard_map`, where each device has a quarter of the tokens."""
     mesh = make_mesh("automatic", (1, 4))
     key, weights = random_arrays((TOKENS, KEY_HEADS, WIDTH), (4, KEY_HEADS, WIDTH))
 
@@ -456,7 +460,7 @@ def test_unsupported_context_parallel_calls_raise_value_error(context, change, m
     ("spec", "field"), [(P("data", "model"), "batch_axes"), (P(None, "model", "data"), "head_axes")]
 )
 def test_unnamed_sharded_axes_of_an_automatic_mesh_are_gathered_with_a_warning(spec, field):
-    """Within `jax.jit` nobody knows."""
+    """The warning needs an eager call: within `jax.jit` these shardings are unknown."""
     mesh = make_mesh("automatic")
     arrays = [shard(mesh, x, spec) for x in operands(2)]
     context = ContextParallel("model", mesh=mesh)

@@ -1,4 +1,4 @@
-"""Dispatch: the implementation that computes a call, and the error if no requested one can."""
+"""Dispatch: which implementation computes a call, and the error if no requested one can."""
 
 import dataclasses
 import subprocess
@@ -89,7 +89,6 @@ def test_cuda_defaults_exist():
 
 
 def test_import_loads_no_framework_and_starts_no_backend():
-    """Importing the library imports neither Triton nor torch nor a kernel, and starts no backend."""
     program = (
         "import sys, blockdiag, jax\n"
         "heavy = {'triton', 'torch', 'flax', 'jax.experimental.pallas'} & set(sys.modules)\n"

@@ -1,4 +1,4 @@
-"""Tile tables: what they cover, for sane and for insane offsets."""
+"""Tile tables cover the token axis, for valid and invalid offsets."""
 
 import functools
 
@@ -25,7 +25,7 @@ build_from_lengths = jax.jit(tiles_from_lengths, static_argnums=(1, 2))
 
 
 def check_coverage(tiles: np.ndarray, tokens: int, block_size: int):
-    """Every row lies in exactly one tile, no tile is too long, and used tiles come first, in order of their rows."""
+    """Assert that tiles cover every row once, are short enough, and come in row order before the unused ones."""
     assert tiles.dtype == np.int32
     start, length = tiles[:, 0], tiles[:, 1]
     assert (np.abs(length) <= block_size).all()
@@ -47,7 +47,7 @@ def expected_blocks(lengths, block_size: int) -> list[tuple[int, int, int]]:
     return blocks
 
 
-# Few sizes: each is a program of its own.
+# Few sizes are drawn, because each one compiles a separate program.
 TOKENS = 128
 
 
@@ -79,7 +79,6 @@ ANY_INT32 = st.one_of(st.integers(-5, 60), st.integers(-(2**31), 2**31 - 1))
 
 @hypothesis.given(data=st.data(), size=st.sampled_from([1, 2, 5]), block_size=st.sampled_from([1, 7, 16]))
 def test_tiles_of_invalid_offsets_and_lengths_cover_the_token_axis(data, size, block_size):
-    """Offsets and lengths that break every rule still give a table that covers the token axis exactly."""
     array = jnp.asarray(data.draw(st.lists(ANY_INT32, min_size=size, max_size=size)), jnp.int32)
     check_coverage(np.asarray(build_from_offsets(array, 50, block_size)), 50, block_size)
     check_coverage(np.asarray(build_from_lengths(array, 50, block_size)), 50, block_size)
@@ -122,7 +121,7 @@ def test_token_positions_restart_in_each_sequence():
 
 
 def test_long_tile_tables_equal_short_ones(monkeypatch):
-    """Beyond some size the table is built by scans and a search instead of by comparing every pair."""
+    """Large tables are built by scans and a search, and small tables by comparing every pair."""
 
     def build(offsets, lengths):
         return tiles_from_offsets(offsets, 300, 8), tiles_from_lengths(lengths, 300, 20)

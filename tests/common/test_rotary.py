@@ -37,7 +37,7 @@ def test_apply_rotary_rotates_pairs(interleaved):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotate_back_is_the_transpose_of_rotate(interleaved):
-    """Also for tables that do not rotate but scale: the adjoint is not the inverse."""
+    """Random tables also scale, so that the adjoint differs from the inverse."""
     x, y = jax.random.normal(jax.random.key(0), (2, 7, 3, 8))
     cos, sin = jax.random.normal(jax.random.key(1), (2, 7, 1, 4))
     left = jnp.vdot(rotate(x, cos, sin, interleaved), y)

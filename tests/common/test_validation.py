@@ -151,7 +151,7 @@ def test_traced_options_raise_value_error(option):
 
 
 def test_constant_offsets_are_checked_while_tracing():
-    """Values that are constants of the traced function are checked too; arguments of it cannot be."""
+    """Offsets that are constants of the traced function are checked. Its arguments cannot be checked."""
 
     def attend(query, sequence_offsets):
         return block_diagonal_attention(query, KEY, KEY, sequence_offsets=sequence_offsets)

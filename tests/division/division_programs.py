@@ -1,7 +1,7 @@
 """Programs that `test_division_cache` runs in separate processes; each prints JSON.
 
 `python -m tests.division.division_programs programs` compiles and runs calls on an automatic mesh, with the compilation
-cache that the environment names. `... digests` prints the digests of the rules of all calls, which it only traces.
+cache that the environment names. `... digests` only traces all calls and prints the digests of their rules.
 """
 
 import functools

@@ -23,18 +23,18 @@ HEAD_AXES = {
 """The head axis of each array of `op_calls`, by the array's name."""
 
 
-# One function for all tests of a call, so that JAX compiles it once for one device.
+# All tests of a call share one function, so that JAX compiles it once for one device.
 
 
 @functools.cache
 def results_of(call: OpCall, implementation: str | None) -> Callable[..., Any]:
-    """The results of a call as a function of its arrays."""
+    """Return the results of a call as a function of its arrays."""
     return call.bound(implementation)
 
 
 @functools.cache
 def gradients_of(call: OpCall, implementation: str | None, *, is_checkpointed: bool = False) -> Callable[..., Any]:
-    """The gradients of a call as a function of its arrays."""
+    """Return the gradients of a call as a function of its arrays."""
     return call.gradients(implementation, is_checkpointed=is_checkpointed)
 
 
@@ -112,7 +112,7 @@ def head_specs(call: OpCall, axes: Any, names: tuple[str, ...] | None = None) ->
 
 
 def both(first: dict[str, P], second: dict[str, P]) -> dict[str, P]:
-    """Return specs that shard the axes that either one shards; no axis may be in both."""
+    """Return the union of two sets of specs; no axis may be sharded by both."""
     found = dict(first)
     for name, spec in second.items():
         one = (*first.get(name, P()),)

@@ -1,8 +1,8 @@
 """The table of operations, meshes and transformations in docs/several_gpus.md, generated from tests.
 
-A test declares its cells by the marker `division`: columns of the table, which may contain names of its parameters in
-braces. The operation is its parameter `name`, a call of `op_calls`, and the mesh its parameter `kind`, unless the
-marker has `operation=` and `kind=`.
+A test declares its cells by the marker `division`. The marker's arguments are columns of the table and may contain
+parameters of the test in braces. The operation is the test's parameter `name`, a call of `op_calls`, unless the marker
+has `operation=`. The mesh is the test's parameter `kind`, unless the marker has `kind=`.
 
     python -m tests.division.division_table            runs the tests and writes the table of those that pass
     python -m tests.division.division_table --check    fails if the page differs from the tests
@@ -44,7 +44,7 @@ def cells_of(item: pytest.Item) -> list[Cell]:
     """Return the cells that a test declares.
 
     Raises:
-        ValueError: its marker names an operation, a column or a mesh that the table does not have.
+        ValueError: the marker names an operation, a column or a mesh that the table does not have.
     """
     from tests.ops.op_calls import CALLS  # pytest must start first, because it rewrites the assertions of some plugins
 
@@ -95,7 +95,7 @@ class Recorder:
         self.failed: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep only tests with the marker, and record their cells. Every cell comes from a test of `./do test`."""
+        """Keep only tests with the marker that `./do test` runs, and record their cells."""
         items[:] = [
             item
             for item in items

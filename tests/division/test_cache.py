@@ -1,7 +1,7 @@
-"""Programs that devices of a mesh divide, in JAX's persistent compilation cache.
+"""Partitioned programs in JAX's persistent compilation cache.
 
-Under `jax_remove_custom_partitioning_ptr_from_cache_key` a key knows nothing of the Python function that divides a
-call. What tells programs apart is the digest of their rules, an operand.
+With `jax_remove_custom_partitioning_ptr_from_cache_key`, a cache key does not depend on the Python function that
+partitions a call. The digest of the rules, which is an operand, distinguishes the programs.
 """
 
 import dataclasses
@@ -50,17 +50,17 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Cache:
-    """A persistent compilation cache of its own.
+    """A separate persistent compilation cache.
 
     Attributes:
-        hits: how many programs were found in it.
+        hits: number of programs found in the cache.
     """
 
     folder: Path
     hits: int = 0
 
     def entries(self, name: str = "jit_compute-") -> int:
-        """How many programs of this name it has."""
+        """Return how many programs with this name the cache has."""
         return len(list(self.folder.glob(f"{name}*-cache")))
 
     def listen(self, event: str, **_: Any) -> None:
@@ -83,7 +83,7 @@ def cache(tmp_path) -> Iterator[Cache]:
 
 
 def run(function: Callable[..., Any], arrays: dict[str, jax.Array], specs: dict[str, P]) -> Any:
-    """Results on an automatic mesh, of a program that is always called the same."""
+    """Return results on an automatic mesh, from a program whose name is always the same."""
 
     def compute(arrays: dict[str, jax.Array]) -> Any:
         return function(**arrays)
@@ -125,7 +125,7 @@ def _within(width: int) -> Callable[..., Any]:
 
 
 def _rows(constants: np.ndarray) -> Callable[..., Any]:
-    """The attention that has an array of its own, known while tracing."""
+    """Return an attention function with an array constant that is known while tracing."""
 
     def attend(query, key, value):
         scores = jnp.einsum("btnh,bsnh->bnts", query, key) / WIDTH**0.5 + constants[None, None, None, :]
@@ -163,7 +163,8 @@ def _moba_paged(scale: float) -> Callable[..., Any]:
     return attend
 
 
-# From a constant to a function of a call's arrays, and two such constants, of which shapes do not depend.
+# Each entry has the name of a call, a function from a constant to a function of the call's arrays, and two constants.
+# Shapes do not depend on the constants.
 PAIRS: dict[str, tuple[str, Callable[[Any], Callable[..., Any]], tuple[Any, Any]]] = {
     "block_diagonal, scale": ("block_diagonal", _options(block_diagonal_attention, "scale"), (0.25, 0.5)),
     "block_diagonal, is_causal": ("block_diagonal", _options(block_diagonal_attention, "is_causal"), (False, True)),
@@ -193,7 +194,7 @@ DIFFERENTIATED = (
 
 
 def assert_entries_apart(cache: Cache, functions: list[Callable[..., Any]], arrays: Any, specs: Any) -> None:
-    """Assert that two programs give different results, by an entry each, which is found when they come again."""
+    """Assert that two programs differ in results and in cache entries, and that each entry is found again."""
     expected = [jax.jit(function)(**arrays) for function in functions]
     assert differ(*expected)
     for count, function in enumerate(functions, 1):
@@ -227,7 +228,7 @@ def test_gradients_that_differ_in_a_constant_have_separate_cache_entries(cache, 
 
 
 def start(what: str, folder: Path, seed: int) -> subprocess.Popen[str]:
-    """A process that runs `tests.division.division_programs` on four CPU devices, with a compilation cache."""
+    """Start a process that runs `tests.division.division_programs` on four CPU devices with a compilation cache."""
     names = {name.upper(): str(int(value)) for name, value in _SETTINGS.items()}
     settings = names | {"JAX_COMPILATION_CACHE_DIR": str(folder), "PYTHONHASHSEED": str(seed)}
     settings |= {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
@@ -255,14 +256,14 @@ def test_digests_of_all_operations_are_the_same_in_another_process(tmp_path):
     assert first == second
     kernels = {"triton_call"} if importlib.util.find_spec("triton") is not None else set()
     assert set(first) == CALLS.keys() - {"merge"} | kernels
-    # The two calls that only route do so as "moba" does.
+    # Both calls that only route have the routing digest of "moba".
     assert first.pop("moba_routing") == first.pop("to_block_lists") == first["moba"][:1]
     every = [digest for digests in first.values() for digest in digests]
     assert len(set(every)) == len(every)
 
 
 def test_digest_of_a_problem_with_an_address_is_never_the_same():
-    """Objects that equal themselves alone are shown by their address, which says nothing in another process."""
+    """Objects that are only equal to themselves are shown by their address, which has no meaning in another process."""
     rule = Rule("named", repr(object()), (((),),), (((),),), (), frozenset())
     assert (digest_of(rule) != digest_of(rule)).any()
     known = dataclasses.replace(rule, problem="known")

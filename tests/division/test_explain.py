@@ -1,4 +1,4 @@
-"""Tests of the statements of `explain` about devices, compared with compiled programs."""
+"""Statements of `explain` about devices, compared with compiled programs."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tests.ops.op_calls import WIDTH
 
 
 def attend(query, key, value, bias):
-    """Two query heads for each key head; the bias is the same for all sequences."""
+    """Attend with two query heads for each key head and a bias shared by all sequences."""
     query = query.reshape(*query.shape[:2], key.shape[2], -1, WIDTH)
     scores = jnp.einsum("bqngh,bknh->bngqk", query, key) + bias[None, :, None]
     return jnp.einsum("bngqk,bknh->bqngh", jax.nn.softmax(scores, axis=-1), value)

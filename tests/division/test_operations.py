@@ -1,4 +1,4 @@
-"""Every operation on arrays that the devices of an automatic or explicit mesh share."""
+"""Every operation on arrays sharded over automatic and explicit meshes."""
 
 import dataclasses
 
@@ -31,9 +31,9 @@ BATCHED = (
     "moba, not causal", "moba_routing", "fuse", "fuse, causal",
 )  # fmt: skip
 WITH_HEADS = (*BATCHED, "block_diagonal, offsets", "block_diagonal, lengths", "moba, offsets")
-# Sums over shards: of gradients of what the shards share.
+# Sums over shards: gradients of operands that the shards share.
 SUMS = {("fuse, causal", "batch"): {"all-reduce": 1}, ("fuse, causal", "both"): {"all-reduce": 1}}
-# Another test divides batch and heads together on every mesh. Here, calls that it has alternate between meshes.
+# Another test shards batch and heads together on every mesh. Here its calls alternate between meshes.
 ALONE = [
     pytest.param(name, kind, marks=[pytest.mark.exhaustive] if name in BATCHED and (i + j) % 2 else [])
     for i, name in enumerate(WITH_HEADS)
@@ -42,7 +42,7 @@ ALONE = [
 
 
 def computed(call):
-    """The gradients of a call where it has some, else its results, by the implementation for a CPU."""
+    """Return the gradients of a call if it has any, else its results, by the implementation for a CPU."""
     return gradients_of(call, None) if call.differentiated else results_of(call, None)
 
 
@@ -82,7 +82,7 @@ def test_operation_on_more_devices_than_key_heads_shards_query_heads(name, kind)
 
 @pytest.mark.parametrize("name", ["block_diagonal", "moba", "moba_routing"])
 def test_reference_on_an_explicit_mesh_is_partitioned(name):
-    """On an automatic mesh XLA divides it, as all array code."""
+    """XLA partitions the reference on an automatic mesh, as it does all array code."""
     call = CALLS[name]
     function = call.gradients("reference") if call.differentiated else call.bound("reference")
     specs = both(batch_specs(call, "data"), head_specs(call, "model"))
@@ -114,8 +114,8 @@ TRANSFORMED = {
 }  # fmt: skip
 
 
-# Where several cases show the same operation, kind of change and mesh, one is left: both block-diagonal calls are one
-# operation, and there are three changes with vmap.
+# Some cases test the same operation, kind of change and mesh: both block-diagonal calls are one operation, and three
+# changes use vmap. Half of these cases are left to exhaustive runs.
 SHOWN = ("block_diagonal", "block_diagonal, long blocks", "moba", "fuse")
 TRANSFORMED_CASES = [
     pytest.param(
@@ -214,7 +214,7 @@ def test_queries_of_a_fused_region_on_an_explicit_mesh_are_gathered_with_a_warni
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fuse_dropout_of_shards_matches_one_device(kind):
-    """On an explicit mesh bits are resharded as weights are, and no array of them is in memory."""
+    """The random bits are resharded like the weights on an explicit mesh, and no array of bits is in memory."""
     arrays = CALLS["fuse"].arrays(2)
 
     def dropped(query, key, value, rng):
@@ -251,7 +251,7 @@ def test_spec_on_recovers_the_spec_of_a_sharding(shape, spec):
 
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba"])
 def test_keys_computed_in_the_program_on_more_devices_than_key_heads_are_partitioned(name):
-    """XLA decides how they are sharded, and must not do so by parts of an axis of the mesh: JAX cannot express them."""
+    """XLA chooses the sharding of the keys. It must not split a mesh axis, which JAX cannot express."""
     call = CALLS[name]
 
     def gradients(query, key, value):

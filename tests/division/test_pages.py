@@ -1,4 +1,4 @@
-"""Paged attention, MoBA over pages and appending to pages on arrays that the devices of a mesh share."""
+"""Paged attention, MoBA over pages and appending to pages on arrays sharded over a mesh."""
 
 import re
 
@@ -31,7 +31,7 @@ EVERY = (*ATTENTION, "paged, packed", "append", "append, packed")
 
 
 def whole_pools(name):
-    """Arrays that all devices have: pages, unless each belongs to a sequence."""
+    """Return the names of the replicated page arrays: none if each page belongs to a sequence."""
     return () if "contiguous" in name else POOLS
 
 
@@ -69,7 +69,7 @@ def test_paged_operation_with_sharded_batch_and_heads_matches_one_device(name, i
 def test_paged_operation_with_only_pages_sharded_is_partitioned_by_heads(name, kind):
     call = CALLS[name]
     found = assert_divides(results_of(call, None), call.arrays(2), head_specs(call, "model", POOLS), kind)
-    # Results stay where heads are.
+    # Results keep the sharding of the heads.
     axis = 2 if "packed" not in name or name.startswith("append") else 1
     assert found[0].sharding.spec[axis] == "model"
 
@@ -100,7 +100,7 @@ def test_paged_attention_on_one_axis_longer_than_key_heads_has_no_collectives():
 
 
 def everything_about(batch, is_contiguous):
-    """All that paged attention takes besides packed queries."""
+    """Return every argument of paged attention except packed queries, and specs."""
     draw = np.random.default_rng(3)
     pages, size = (batch, 32) if is_contiguous else (2 * batch, 16)
 
@@ -138,7 +138,7 @@ def test_paged_attention_with_every_option_is_partitioned(is_contiguous, kind):
 
 
 def appended(batch, form):
-    """New tokens of a contiguous cache, or of pages of a table, with everything that is written, and specs."""
+    """Return arguments that append to a contiguous cache or to pages of a table, and specs."""
     draw = np.random.default_rng(4)
     is_contiguous = "contiguous" in form
     pages, size = (batch, 32) if is_contiguous else (2 * batch, 16)
@@ -178,7 +178,7 @@ def append(page_table=None, cos=None, sin=None, **arrays):
 @pytest.mark.parametrize("form", ["table", "contiguous", "table, packed", "contiguous, packed"])
 @pytest.mark.division("batch", "heads", operation="append")
 def test_append_in_every_form_is_partitioned(form, kind):
-    """Of packed tokens each device of a contiguous cache writes those of its own sequences."""
+    """With packed tokens, each device of a contiguous cache writes the tokens of its own sequences."""
     arrays, specs = appended(4, form)
     widened = lambda **arrays: jax.tree.map(lambda x: x.astype(jnp.float32), append(**arrays))  # noqa: E731
     assert_divides(widened, arrays, specs, kind)
@@ -187,7 +187,7 @@ def test_append_in_every_form_is_partitioned(form, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axes", ["data", ALL])
 def test_packed_queries_of_a_sharded_contiguous_cache_are_summed_over_devices(axes, kind):
-    """Rows of no sequence, of an empty one and of one too long get what one device gives them."""
+    """Rows of no sequence, of an empty one and of one that is too long match one device."""
     arrays, _ = everything_about(4, is_contiguous=True)
     arrays["query"] = arrays["query"].reshape(12, HEADS, WIDTH)
     del arrays["query_lengths"]
@@ -255,7 +255,7 @@ def test_append_on_several_devices_writes_donated_pages_in_place(form, kind):
         compiled = function.lower(donated, placed).compile()
         places = {name: [x.data.unsafe_buffer_pointer() for x in donated[name].addressable_shards] for name in written}
         results = compiled(donated, placed)
-    # Parameters are in the order of names.
+    # Parameters are ordered by name.
     aliases = {int(x) for x in re.findall(r"\{\d\}: \((\d+), \{\}", compiled.as_text().split("\n")[0])}
     assert aliases == {0, 1, 2}
     for name, result in zip(written, results, strict=True):
@@ -303,7 +303,7 @@ def test_pages_beside_a_larger_query_of_another_sharding_stay_in_place(kind):
         function = jax.jit(paged_attention, out_shardings=NamedSharding(mesh, P(None, None, "model")))
         compiled = function.lower(**placed).compile()
     np.testing.assert_allclose(compiled(**placed), jax.jit(paged_attention)(**arrays), rtol=1e-5, atol=1e-5)
-    # The query alone moves.
+    # Only the query is transferred.
     assert count_collectives(compiled.as_text()) == {"all-gather" if kind == "automatic" else "all-to-all": 1}
 
 
@@ -313,7 +313,7 @@ def test_pages_beside_a_larger_query_of_another_sharding_stay_in_place(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", EVERY)
 def test_vmap_over_a_sharded_axis_is_partitioned(name, kind):
-    """Each element has a cache of its own."""
+    """Each element has a separate cache."""
     call = CALLS[name]
     each = [call.arrays(2, seed) for seed in range(4)]
     arrays = {x: jnp.stack([one[x] for one in each]) for x in each[0]}
@@ -326,7 +326,10 @@ def test_vmap_over_a_sharded_axis_is_partitioned(name, kind):
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.division("vmap")
 def test_vmap_of_a_paged_operation_with_sharded_batch_and_heads_is_partitioned(name, kind):
-    """Mapped queries, or new keys, and one cache for all elements but where it is written; the last axis is mapped."""
+    """Queries or new keys are mapped over their last axis.
+
+    All elements share one cache, except for the pages that they write.
+    """
     call = CALLS[name]
     arrays = call.arrays(2)
     names = ("key", "value", "pages") if name.startswith("append") else ("query",)
@@ -350,7 +353,7 @@ def test_vmap_of_a_paged_operation_with_sharded_batch_and_heads_is_partitioned(n
 @pytest.mark.division("scan", operation="paged")
 @pytest.mark.division("scan", operation="append")
 def test_decoding_in_a_scan_is_partitioned(is_contiguous, kind):
-    """Steps append a token and attend to all, with pages in the carry."""
+    """Each step appends tokens and attends to all tokens, with the pages in the carry."""
     arrays, specs = everything_about(4, is_contiguous)
     heads = P("data", None, "model")
     arrays = {x: arrays[x] for x in ("query", "key_pages", "value_pages", "page_table") if x in arrays}
@@ -374,7 +377,7 @@ def test_decoding_in_a_scan_is_partitioned(is_contiguous, kind):
 
 @pytest.mark.parametrize("new", ["given", "made of queries"])
 def test_decoding_in_a_scan_with_fewer_key_heads_than_devices_is_partitioned(new):
-    """Pages are on all devices, in the carry. XLA divides new tokens that are made of queries by parts of an axis."""
+    """Replicated pages are in the carry. XLA shards new tokens that are computed from queries by parts of an axis."""
     arrays, _ = everything_about(4, is_contiguous=False)
     arrays = {x: arrays[x] for x in ("query", "key_pages", "page_table")}
     arrays["new_tokens"] = arrays["query"][:, :, :KEY_HEADS]

@@ -1,4 +1,4 @@
-"""Every operation within a `jax.shard_map` that is manual over some axes of its mesh only."""
+"""Every operation within a `jax.shard_map` that is manual over only some axes of its mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings(f"ignore:{GATHERED}")
 
 
 def on_shards(function, axes):
-    """A function of one shard's arrays, on two shards, each with arrays of its own."""
+    """Return a compiled function that runs `function` on two shards, each with separate arrays."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def compute(arrays):
@@ -30,7 +30,7 @@ def stacked(call):
 
 
 def assert_equal_to_each(found, name):
-    """Shards have the arrays of two seeds."""
+    """Assert that the results of each shard are those of its seed."""
     for i in range(2):
         expected = expected_results(name, 2, i, is_gradient=bool(CALLS[name].differentiated))
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -39,7 +39,7 @@ def assert_equal_to_each(found, name):
 
 
 def computed(call, implementation):
-    """The gradients of a call where it has some, else its results."""
+    """Return the gradients of a call if it has any, else its results."""
     return call.gradients(implementation) if call.differentiated else call.bound(implementation)
 
 
@@ -52,7 +52,7 @@ def test_operation_in_a_partly_manual_shard_map_computes_each_shard(name, implem
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "triton" in call.implementations])
 def test_kernels_in_a_partly_manual_shard_map_lower_for_cuda(name):
-    """Callbacks, and so the interpreter, need a mesh that is manual over all axes."""
+    """Callbacks, which the interpreter uses, need a mesh that is manual over all axes."""
     with compile_target(90):
         traced = on_shards(computed(CALLS[name], "triton"), {"data"}).trace(stacked(CALLS[name]))
         assert "triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -60,6 +60,6 @@ def test_kernels_in_a_partly_manual_shard_map_lower_for_cuda(name):
 
 @pytest.mark.parametrize("name", ["block_diagonal", "moba", "fuse"])
 def test_operation_in_a_partly_manual_shard_map_warns_of_gathers(name):
-    jax.clear_caches()  # What has been traced before warns no more.
+    jax.clear_caches()  # A call that has been traced before does not warn again.
     with pytest.warns(UserWarning, match=GATHERED):
         on_shards(computed(CALLS[name], None), {"data"}).trace(stacked(CALLS[name]))

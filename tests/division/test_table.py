@@ -1,4 +1,4 @@
-"""The table of operations, meshes and transformations in the documentation is what tests show."""
+"""The table of operations, meshes and transformations in the documentation matches the tests."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def test_table_of_markers_lists_meshes_for_each_operation_and_column():
 
 
 def test_check_of_a_page_with_another_table_exits_with_an_error(monkeypatch, tmp_path):
-    """No test is collected here, so that the page claims more than the tests show."""
+    """No test is collected here, so the page claims more than the tests show."""
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
     monkeypatch.setattr("tests.division.division_table.PAGE", page)

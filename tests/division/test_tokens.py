@@ -1,4 +1,4 @@
-"""Key convolution, the fused projection and merged states on arrays that the devices of a mesh share."""
+"""Key convolution, the fused projection and merged states on arrays sharded over a mesh."""
 
 import contextlib
 import functools
@@ -22,11 +22,11 @@ from tests.division.division_support import (
 from tests.ops.op_calls import CALLS
 
 ALL = ("data", "model")
-# The interpreter of kernels cannot run where XLA divides a call.
+# The interpreter of kernels cannot run where XLA partitions a call.
 IMPLEMENTED = (("automatic", None), ("explicit", None), ("explicit", "triton"))
 SUM = {"all-reduce": 1}
 
-# Specs of key and weights, and the collectives of gradients: there is one sum, of the gradient of weights whose
+# Specs of key and weights, and the collectives of gradients. The only sum is that of the weight gradient, if the
 # sequences are on several devices.
 CONVOLVED = {
     "batch": (P("data"), P(), SUM),
@@ -46,7 +46,7 @@ def test_key_convolution_is_partitioned(case, kind, implementation):
     call, (key, weights, sums) = CALLS["key_convolution"], CONVOLVED[case]
     specs = {"key": key, "weights": weights}
     if case == "heads of keys alone" and kind == "explicit":
-        sums = {"all-gather": 1}  # the gradient of the weights is where the weights are, on all devices
+        sums = {"all-gather": 1}  # the weight gradient is on all devices, like the weights
     assert_divides(results_of(call, implementation), call.arrays(4), specs, kind)
     assert_divides(gradients_of(call, implementation), call.arrays(4), specs, kind, sums)
     assert_divides(gradients_of(call, implementation, is_checkpointed=True), call.arrays(4), specs, kind, sums)
@@ -81,7 +81,7 @@ def test_key_convolution_second_derivative_is_partitioned(kind):
         return jax.grad(penalty, (0, 1))(key, weights)
 
     specs = {"key": P("data", None, "model"), "weights": P(None, "model")}
-    # On an explicit mesh JAX transposes the sum that makes a gradient of weights into another sum.
+    # On an explicit mesh JAX transposes the sum in the weight gradient into another sum.
     assert_divides(second, call.arrays(4), specs, kind, {"all-reduce": 2 if kind == "automatic" else 3})
 
 
@@ -108,7 +108,7 @@ STACKED = {
 @pytest.mark.parametrize("case", STACKED)
 @pytest.mark.division("vmap", operation="key_convolution")
 def test_vmapped_key_convolution_is_partitioned(case, kind):
-    """Keys are mapped over their second axis, weights over the first one, or not at all."""
+    """Keys are mapped over their second axis. Weights are mapped over their first axis or not at all."""
     call, (key, weights, sums) = CALLS["key_convolution"], STACKED[case]
     arrays = call.arrays(4)
     arrays["key"] = jnp.stack([arrays["key"], 2 * arrays["key"], arrays["key"] + 1, -arrays["key"]], 1)
@@ -126,7 +126,7 @@ def test_vmapped_key_convolution_is_partitioned(case, kind):
 
     specs = {"key": key, "weights": weights}
     assert_divides(gradients, arrays, specs, kind, sums)
-    # Of weights that are shared every element has a gradient of its own here, on its own device.
+    # Each element has a separate gradient of shared weights here, on its own device.
     assert_divides(mapped_gradients, arrays, specs, kind, {} if is_alone else sums)
 
 
@@ -154,7 +154,7 @@ def test_sharded_tokens_of_key_convolution_are_gathered_with_a_warning(kind):
 
 
 def test_interpreter_on_an_automatic_mesh_raises_with_a_remedy():
-    """It would crash the process."""
+    """The interpreter would crash the process."""
     call = CALLS["key_convolution"]
     with pytest.raises(jax.errors.JaxRuntimeError, match="use implementation='xla' on CPUs, a mesh with explicit axes"):
         assert_divides(call.bound("triton"), call.arrays(4), {"key": P("data")}, "automatic")
@@ -185,14 +185,14 @@ def test_fused_projection_with_bias_and_per_token_rotary_is_partitioned(is_causa
         return jax.grad(loss, (0, 1, 2))(x, weights, bias)
 
     specs = {"x": P(ALL), "angle": P(ALL)}
-    # XLA joins the sums of both gradients where it may.
+    # XLA combines the sums of both gradients where it may.
     assert_divides(gradients, arrays, specs, kind, SUM)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")])
 def test_fused_projection_with_sharded_weights_matches_one_device(spec, kind):
-    """Weights of FSDP and of tensor parallelism: results are those of one device."""
+    """Weights are sharded over the data axis (FSDP), the model axis (tensor parallelism) or both."""
     call, mesh = CALLS["fused_qkv"], make_mesh(kind)
     arrays = call.arrays(4)
     expected = call.gradients(None)(**arrays)
@@ -206,7 +206,7 @@ def test_fused_projection_with_sharded_weights_matches_one_device(spec, kind):
 
 
 def test_fused_projection_under_tensor_parallelism_shards_heads():
-    """Tensor parallelism: each device has the query, key and value columns of its heads, one after the other."""
+    """Each device has the query, key and value columns of its heads, in this order."""
     arrays = CALLS["fused_qkv"].arrays(4)
     kinds = np.split(np.arange(arrays["weights"].shape[1]), [4 * 16, 6 * 16])
     columns = np.concatenate([np.split(kind, 2)[device] for device in range(2) for kind in kinds])
@@ -227,7 +227,7 @@ def test_fused_projection_under_tensor_parallelism_shards_heads():
     x, weights = gradients(project)(**arrays)
     for one, other in zip(compiled(*placed), (x, weights[:, columns]), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
-    # Over "model" the gradient of `x`, over "data" that of the weights.
+    # The gradient of `x` is summed over "model", and the weight gradient over "data".
     assert count_collectives(compiled.as_text()) == {"all-reduce": 2}
 
 
@@ -285,7 +285,7 @@ def test_merged_states_are_partitioned(case, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", [P(None, None, None, None, "model"), P(None, "data", None, None, "model")])
 def test_merged_outputs_with_sharded_features_sum_the_log_sum_exp_gradient(spec, kind):
-    """The gradient of a log-sum-exp is a sum over elements."""
+    """The gradient of a log-sum-exp is a sum over features."""
     call, specs = CALLS["merge"], {"outputs": spec, "log_sums": P(*spec[:-1])}
     assert_divides(results_of(call, None), call.arrays(4), specs, kind)
     assert_divides(gradients_of(call, None), call.arrays(4), specs, kind, SUM)

@@ -1,4 +1,4 @@
-"""A training step of a model whose parameters and batch are sharded communicates what it does with XLA's attention."""
+"""A training step with sharded parameters and batch has the same collectives as with XLA's attention."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ BATCH, TOKENS, HEADS, WIDTH, VOCABULARY = 4, 64, 4, 8, 48
 FEATURES = HEADS * WIDTH
 STEPS, RATE = 3, 0.1
 
-# Parameters by the end of their path: features over "data" (FSDP), heads and hidden units over "model".
+# Specs of parameters, by the end of their path: features over "data" (FSDP), heads and hidden units over "model".
 SPECS = {
     "qkv.kernel": P(None, "data", "model"),
     "out.kernel": P("model", None, "data"),
@@ -37,7 +37,7 @@ RESIDUAL, HIDDEN, PER_HEAD = P("data"), P("data", None, "model"), P(None, "data"
 
 
 def attend_causally(query, key, value):
-    """Causal attention as `fuse` takes it."""
+    """Compute causal attention in a form that `fuse` recognises."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) / WIDTH**0.5
     seen = jnp.tri(query.shape[1], dtype=bool)
     weights = jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), axis=-1)
@@ -51,12 +51,12 @@ ATTENTION = {
     "moba": functools.partial(moba_attention, block_size=16, top_k=2),
     "fuse": fuse(attend_causally),
 }
-# On an automatic mesh XLA may also divide the residual stream's features, as it does here, unless told otherwise.
+# On an automatic mesh XLA may also shard the residual stream's features. It does so here without a constraint.
 CASES = ("automatic", "automatic, constrained", "explicit")
 
 
 def multiply(equation: str, x: jax.Array, kernel: jax.Array, *, out_sharding: Any = None, **options: Any) -> jax.Array:
-    """A product with a parameter: over explicit axes it must be said that features are gathered (FSDP) and summed."""
+    """Multiply by a parameter; on an explicit mesh, gather its features first (FSDP)."""
     if out_sharding is not None:
         spec = jax.typeof(kernel).sharding.spec
         kernel = jax.sharding.reshard(kernel, P(*(None if name == "data" else name for name in spec)))
@@ -65,22 +65,22 @@ def multiply(equation: str, x: jax.Array, kernel: jax.Array, *, out_sharding: An
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What a model says of where its arrays are.
+    """The placement of a model's activations.
 
     Attributes:
-        mesh: with automatic axes nothing need be said.
-        is_constrained: whether the residual stream is sharded over "data" alone; XLA's choice otherwise.
+        mesh: the mesh, or None; only explicit axes require the shardings of products.
+        is_constrained: whether the residual stream is sharded over "data" alone; otherwise XLA chooses.
     """
 
     mesh: Mesh | None = None
     is_constrained: bool = False
 
     def of(self, spec: P) -> P | None:
-        """The sharding of a product; over explicit axes it must be given."""
+        """Return the sharding of a product on an explicit mesh, which requires it, and None elsewhere."""
         return spec if self.mesh is not None and AxisType.Explicit in self.mesh.axis_types else None
 
     def residual(self, x: jax.Array) -> jax.Array:
-        """The residual stream."""
+        """Return the residual stream, constrained if `is_constrained`."""
         if not self.is_constrained:
             return x
         assert self.mesh is not None
@@ -118,7 +118,7 @@ class Model(nnx.Module):
         self.logits = product("btf,fv->btv", (FEATURES, VOCABULARY))
 
     def loss(self, tokens: jax.Array, placement: Placement) -> jax.Array:
-        """Mean cross-entropy of each next token."""
+        """Return the mean cross-entropy of next tokens."""
         given = jax.nn.one_hot(tokens, VOCABULARY)
         x = placement.residual(self.embedding(given, out_sharding=placement.of(RESIDUAL)))
         for layer in self.layers:
@@ -128,12 +128,12 @@ class Model(nnx.Module):
 
 
 def make_model(attention: Callable[..., jax.Array]) -> tuple[nnx.GraphDef[Model], nnx.State]:
-    """The graph and the parameters of a model."""
+    """Return the graph and the parameters of a model."""
     return nnx.split(Model(attention, nnx.Rngs(0)))
 
 
 def place_parameters(mesh: Mesh, parameters: Any) -> Any:
-    """Parameters, sharded; those of norms are on all devices."""
+    """Return sharded parameters; those of norms are on all devices."""
 
     def place(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         *_, module, name, _ = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
@@ -143,7 +143,7 @@ def place_parameters(mesh: Mesh, parameters: Any) -> Any:
 
 
 def make_step(graph: nnx.GraphDef[Model], placement: Placement) -> Callable[..., tuple[Any, jax.Array]]:
-    """One step of gradient descent: from parameters and tokens to parameters and loss."""
+    """Return a step of gradient descent, from parameters and tokens to parameters and loss."""
 
     def step(parameters: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         loss, gradients = jax.value_and_grad(lambda x: nnx.merge(graph, x).loss(tokens, placement))(parameters)
@@ -153,12 +153,12 @@ def make_step(graph: nnx.GraphDef[Model], placement: Placement) -> Callable[...,
 
 
 def draw_tokens() -> jax.Array:
-    """The batch, which is learned by heart."""
+    """Return the batch on which every step trains."""
     return jnp.asarray(np.random.default_rng(1).integers(0, VOCABULARY, (BATCH, TOKENS)))
 
 
 def train(step: Callable[..., Any], parameters: Any, tokens: jax.Array) -> tuple[list[float], Any]:
-    """The losses of some steps, and the parameters after them."""
+    """Return the losses of some steps and the parameters after them."""
     losses = []
     for _ in range(STEPS):
         parameters, loss = step(parameters, tokens)
@@ -168,16 +168,16 @@ def train(step: Callable[..., Any], parameters: Any, tokens: jax.Array) -> tuple
 
 @functools.cache
 def train_on_one_device(name: str) -> tuple[list[float], Any]:
-    """Losses and parameters of a model with an attention of this name."""
+    """Return losses and parameters of a model with this attention."""
     graph, parameters = make_model(ATTENTION[name])
     return train(jax.jit(make_step(graph, Placement())), parameters, draw_tokens())
 
 
 @functools.cache
 def compile_step(name: str, case: str) -> tuple[jax.stages.Compiled, Any, Any]:
-    """The step of a model with an attention of this name, through plain `jax.jit` of sharded arrays.
+    """Compile the step of a model with this attention by plain `jax.jit` of sharded arrays.
 
-    Parameters are donated. Besides, its parameters on one device, and their shardings.
+    The step donates its parameters. The parameters on one device and the shardings are also returned.
     """
     kind = case.split(",")[0]
     mesh = make_mesh(kind)
@@ -191,7 +191,7 @@ def compile_step(name: str, case: str) -> tuple[jax.stages.Compiled, Any, Any]:
 
 
 def transferred(program: str) -> Counter[tuple[str, str]]:
-    """What a compiled program's collectives result in: how often each of them gives an array of each type."""
+    """Count the results of a compiled program's collectives, by collective and array type."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     found = re.findall(rf"= (.+?) ({names})(?:-start)?\(", program)
     return Counter((name, array) for types, name in found for array in re.findall(r"\w+\[[\d,]*\]", types))
@@ -205,7 +205,7 @@ def test_training_step_has_the_collectives_of_xla_attention(name, case):
     found = transferred(program)
     assert found == transferred(baseline)
     if case != "automatic":
-        # Each matrix is gathered over "data" in each layer; both sums over "model" are there in each.
+        # Each layer gathers each matrix over "data" and has both sums over "model".
         assert found["all-gather", f"f32[3,{FEATURES},{HEADS // 2},{WIDTH}]"] == 2
         assert found["all-reduce", f"f32[{BATCH // 2},{TOKENS},{FEATURES}]"] >= 4
 
@@ -229,7 +229,7 @@ def test_training_on_a_mesh_matches_the_losses_of_one_device(name, case):
 
 @pytest.mark.parametrize("name", ["block_diagonal", "fuse"])
 def test_training_with_causal_attention_matches_the_losses_of_xla_attention(name):
-    """One block as long as the sequence, and `fuse` of causal attention, are the same model."""
+    """One block as long as the sequence and `fuse` of causal attention define the same model."""
     losses, _ = train_on_one_device(name)
     expected, _ = train_on_one_device("baseline")
     np.testing.assert_allclose(losses, expected, rtol=2e-6)

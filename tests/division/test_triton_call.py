@@ -1,4 +1,4 @@
-"""Kernels of users on arrays that the devices of a mesh share: `triton_call` with a `sharding_rule`."""
+"""`triton_call` with a `sharding_rule`: users' kernels on arrays sharded over a mesh."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ ALL = ("data", "model")
 
 @triton.jit
 def weighted_kernel(p_x, p_weights, p_out, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """out[row, h, :] = x[row, h, :] * weights[h], of one head and some rows a program."""
+    """Compute out[row, h, :] = x[row, h, :] * weights[h] for one head and some rows in each program."""
     head, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_x = (o_row[:, None] * heads + head) * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -28,7 +28,7 @@ def weighted_kernel(p_x, p_weights, p_out, num_rows, WIDTH: tl.constexpr, ROWS: 
 
 
 def weighted(x, weights, **changes):
-    """x [batch, tokens, heads, width], weights [heads]."""
+    """Call `weighted_kernel` on x [batch, tokens, heads, width] and weights [heads]."""
     options = dict(
         kernel=weighted_kernel,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -49,7 +49,7 @@ def weighted_by_hand(x, weights, **changes):
 
 @triton.jit
 def sum_kernel(p_x, p_out, num_rows, WIDTH: tl.constexpr):
-    """out[:] = the sum of x [num_rows, WIDTH] over rows."""
+    """Compute out[:], the sum of x [num_rows, WIDTH] over rows."""
     o_column = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.float32)
     for row in range(num_rows):
@@ -108,7 +108,7 @@ def test_triton_call_on_an_explicit_mesh_is_partitioned(case):
 
 
 def as_array_code(compute):
-    """In the place of a launch: what its kernel computes, and a check that it is one for these arrays."""
+    """Return a stand-in for `launch` that checks shapes and runs `compute`, and the list of its launches."""
 
     def launch(spec, *given, interpret):
         assert interpret and [x.shape for x in given] == [x.shape for x in spec.inputs]
@@ -125,11 +125,11 @@ def as_array_code(compute):
 @pytest.mark.parametrize("case", DIVIDED)
 @pytest.mark.division("{case}", operation="triton_call")
 def test_triton_call_on_a_mesh_launches_the_kernel_of_each_shard(monkeypatch, case, kind):
-    """With array code in the place of the kernel, which the interpreter cannot run within XLA's partitioner."""
+    """Array code replaces the kernel, because the interpreter cannot run within XLA's partitioner."""
     launch, launched = as_array_code(weighted_by_hand)
     monkeypatch.setattr(kernel_call, "launch", launch)
     specs = dict(zip(("x", "weights"), DIVIDED[case], strict=True))
-    assert_divides(lambda **given: weighted(**given), arrays(), specs, kind)  # not the function traced elsewhere
+    assert_divides(lambda **given: weighted(**given), arrays(), specs, kind)  # a new function, not traced before
     grid, values = launched[-1]
     rows, heads = {"batch": (5, 2), "heads": (20, 1), "heads of one operand": (20, 1), "batch and heads": (10, 1)}[case]
     assert grid == (-(-rows // 8), heads, 1) and values["num_rows"] == rows
@@ -146,7 +146,7 @@ def test_triton_call_outputs_without_a_sharded_label_are_summed(monkeypatch, kin
 
 
 def merged(x, weights, rule="(b t) h _, h -> b t h _"):
-    """x [batch * tokens, heads, width], whose first axis is of two labels."""
+    """Call `weighted` on x [batch * tokens, heads, width], whose first axis has two labels."""
     return weighted(
         x.reshape(20, 2, 16), weights, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), sharding_rule=rule
     )  # fmt: skip
@@ -206,7 +206,7 @@ def test_triton_call_descriptors_describe_the_shard():
 
 
 def test_sharding_rules_of_different_grid_functions_differ(monkeypatch):
-    """A compilation cache that ignores Python functions sees the text of the rule alone."""
+    """A compilation cache that ignores Python functions only sees the text of the rule."""
     seen = []
     monkeypatch.setattr(kernel_call, "divide", lambda rule, local, given: seen.append(rule.problem) or [given[0]])
     for constant in (0, 1, 0):

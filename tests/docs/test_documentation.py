@@ -1,4 +1,4 @@
-"""The Python examples of the documentation run: every block of a page, in order, in one file."""
+"""The Python examples of the documentation run. The blocks of a page run in order, as one file."""
 
 import re
 import runpy
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Those that tests/examples run, in processes of their own.
+# tests/examples covers these.
 LONG_EXAMPLES = ("*ranking*", "decode.py", "*language*", "*evoformer*", "long_context*")
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").glob("*.py") if not any(path.match(pattern) for pattern in LONG_EXAMPLES)
@@ -18,7 +18,7 @@ EXAMPLES = sorted(
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_promotion():
-    """Examples are shown as under JAX's own settings, not the strict ones of the other tests."""
+    """Run the examples with JAX's default promotion instead of the strict one of the other tests."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -27,7 +27,7 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-# test_quickstarts.py runs those, without what their readers have not installed.
+# test_quickstarts.py runs the quickstarts, without packages that their readers have not installed.
 RUN_HERE = [page for page in PAGES if python_blocks(page) and not page.stem.startswith("quickstart_")]
 
 

@@ -1,4 +1,4 @@
-"""The notebooks of the documentation run, with the checks inside them, and draw pictures."""
+"""The notebooks of the documentation run, pass their own checks and draw pictures."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ import pytest
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.py"))
 
 EXPECTED = {"block_diagonal", "fuse_your_own", "jax_and_torch", "moba_routing", "paged_decode"}
-# Calls that a cell may end with, as they return None.
+# Calls that may end a cell, because they return None.
 RETURN_NOTHING = {
     "print",
     "draw_mask",
@@ -26,7 +26,7 @@ RETURN_NOTHING = {
 
 @pytest.fixture
 def usual_settings(monkeypatch):
-    """JAX's own settings, as readers have them, put back afterwards; pictures without a screen."""
+    """Use JAX's default settings, as readers do, and draw without a display. Restore the settings afterwards."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -49,7 +49,7 @@ def test_notebook_runs(notebook, usual_settings):
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_has_the_structure_of_a_percent_script(notebook):
-    """A percent script of jupytext: a header, prose and code in turns, a title first, and checks."""
+    """A notebook is a jupytext percent script with a title, prose, code and checks."""
     text = notebook.read_text()
     header, *cells = re.split(r"^# %%", text, flags=re.MULTILINE)
     assert "format_name: percent" in header and "name: python3" in header
@@ -67,7 +67,7 @@ def test_all_notebooks_are_found():
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_cells_end_without_a_displayed_value(notebook):
-    """The last expression of a cell would be shown in the notebook, as the address of a legend, say."""
+    """Jupyter would show the value of a cell's last expression, such as the address of a legend."""
     _, *cells = re.split(r"^# %%.*\n", notebook.read_text(), flags=re.MULTILINE)
     code = [cell for cell in cells if not all(line.startswith("#") for line in cell.splitlines() if line)]
     for cell in code:

@@ -1,4 +1,4 @@
-"""Each quickstart works with what its own first lines install, and nothing else."""
+"""Each quickstart runs with only the packages that its first lines install."""
 
 import os
 import re
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Packages that are here because tests need them, by page: its readers need not have them.
+# Packages that other tests need but readers of a page may lack, by page.
 MISSING = {
     "quickstart_jax": ("triton", "torch", "flax", "optax", "sklearn", "sphinx"),
     "quickstart_flax": ("triton", "torch", "sklearn", "sphinx"),
     "quickstart_torch": ("flax", "optax", "sklearn", "sphinx"),
 }
-# Hides packages from importing and from being looked for, before anything else is imported.
+# Code that hides packages from `import` and `find_spec` before anything else is imported.
 HIDE = """
 import importlib.abc, runpy, sys
 
@@ -35,11 +35,11 @@ importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] in
 
 
 def run(code: str, missing: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess:
-    """A script, where some packages are not installed and everything else is as usual."""
+    """Run a script as if some packages were not installed."""
     script = folder / "script.py"
     script.write_text(f"MISSING = {missing!r}\n{HIDE}\n{code}")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    # Most of the time would be XLA's optimizations, of programs that run once.
+    # XLA's optimizations of programs that run once would take most of the time.
     environment |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
 

@@ -1,4 +1,4 @@
-"""The site builds without a warning and without a network, and shows what the code says."""
+"""The site builds without warnings, loads nothing from the network, and matches the code."""
 
 import inspect
 import os
@@ -26,7 +26,7 @@ WALK = DOCS / "how_a_kernel_works.md"
 
 
 class Page(HTMLParser):
-    """What a page of HTML has: anchors, links, and files that a browser loads with it."""
+    """The anchors and links of an HTML page, and the files that a browser loads with it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class Page(HTMLParser):
             self.loaded.append(given["href"])
 
     def target(self, address: str) -> Path:
-        """The file of a relative address."""
+        """Return the file of a relative address."""
         path = unquote(urlsplit(address).path)
         return (self.path.parent / path).resolve() if path else self.path
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site as `./do docs` builds it, but for notebooks, which are shown without being run."""
+    """Return the folder of the site, built as by `./do docs` but without running the notebooks."""
     output = tmp_path_factory.mktemp("site")
     options = ["-W", "--keep-going", "-n", "-q", "-D", "nb_execution_mode=off", "-d", str(output / "doctrees")]
     command = [sys.executable, "-m", "sphinx", *options, "-b", "html", str(DOCS), str(output / "html")]
@@ -82,12 +82,12 @@ def public_names():
 
 
 def is_defined_in(value, module):
-    """Whether a value is a public function of a module of `blockdiag.interop`."""
+    """Return whether a value is a public function of a module of `blockdiag.interop`."""
     is_here = getattr(value, "__module__", None) == f"blockdiag.interop.{module}"
     return inspect.isfunction(value) and is_here and not value.__name__.startswith("_")
 
 
-# One test, because the processes that share the tests would each build a site.
+# This is one test, because otherwise several test processes would each build the site.
 def test_site_has_all_pages_live_links_and_public_names(site):
     from sphinx.util.inventory import InventoryFile
 
@@ -162,13 +162,13 @@ def test_numbers_are_summarised_as_ranges(supported, taken, asked, words):
 
 
 def quotations(page: str) -> list[tuple[str, str]]:
-    """File and text of every quotation of code on a page."""
+    """Return the file and the text of every code quotation on a page."""
     blocks = r"^```\{code-block\} python\n:caption: (src/\S+)\n\n(.*?)\n```$"
     return re.findall(blocks, page, flags=re.DOTALL | re.MULTILINE)
 
 
 def places(quotation: str, source: str) -> list[range]:
-    """The lines of a source that are a quotation, however far it is indented."""
+    """Return the ranges of lines in a source that equal a quotation at any indentation."""
     quoted, lines = quotation.split("\n"), source.split("\n")
     starts = range(len(lines) - len(quoted) + 1)
     here = [range(start, start + len(quoted)) for start in starts]

@@ -1,4 +1,4 @@
-"""examples/decode.py at a size that takes seconds: served text is that of the model without a cache."""
+"""examples/decode.py at a small size: served text equals that of the model without a cache."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ PROMPTS = [b"the value of the value of the value", b"a", b"import sys; import sy
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_promotion():
-    """Flax needs JAX's usual promotion, which the other tests go without."""
+    """Use JAX's standard promotion, which Flax needs and tests/conftest.py disables."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -35,10 +35,10 @@ def decode():
 
 @pytest.fixture(scope="module")
 def served(decode):
-    """The model, its step, and what a server with guesses writes after the prompts."""
+    """Return the model, its step, a server with guesses, and the texts that it serves."""
     model = LanguageModel(TINY, decode.causal_attention(TINY))
     step = decode.make_step(model, TINY)
-    # Slots for three requests, but pages for the first two alone.
+    # There are slots for three requests, but pages for only the first two.
     server = decode.Server(step, TINY, slots=3, num_pages=8, guessed=decode.GUESSED)
     return model, step, server, server.serve(PROMPTS, 20)
 
@@ -48,7 +48,7 @@ def test_served_bytes_match_the_model_without_a_cache(decode, served):
     assert [len(text) for text in texts] == [len(prompt) + 20 for prompt in PROMPTS]
     assert all(text.startswith(prompt) for prompt, text in zip(PROMPTS, texts, strict=True))
     assert decode.differing_byte(model, TINY, PROMPTS, texts) == ""
-    # A model that was not trained repeats itself, so that guesses are right.
+    # An untrained model repeats itself, so guesses are right and save steps.
     assert 0 < server.num_steps < server.num_written
 
 

@@ -1,4 +1,4 @@
-"""The Evoformer of the examples: its two versions train alike, it learns, and its attention is fused."""
+"""The Evoformer of the examples: its JAX and torch versions train alike, it learns, and its attention is fused."""
 
 import json
 import os
@@ -19,18 +19,18 @@ STEPS = {"evoformer": 25, "torch_evoformer": 5}
 
 
 def run(name, *arguments, device="cpu"):
-    """The finished program, in a process of its own, as its users run it."""
+    """Run the program in its own process, as users do."""
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--device", device, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if device == "cpu":
-        # Optimizations would take longer than the few steps.
+        # XLA's optimizations would take longer than the few training steps.
         more = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONWARNINGS": "error"}
         environment |= {"JAX_PLATFORMS": "cpu"} | more
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def train(name, file, steps, device="cpu"):
-    """Losses of every step; shares of held-out pairs found, by the model and by counting alone."""
+    """Return the losses, and the percentages of held-out pairs found by the model and by counting alone."""
     done = run(name, "--steps", str(steps), "--losses", str(file), device=device)
     assert done.returncode == 0, done.stderr
     found, counted = re.search(r"found: ([\d.]+)%, by counting alone ([\d.]+)%", done.stdout).groups()
@@ -39,7 +39,7 @@ def train(name, file, steps, device="cpu"):
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
-    """What `train` returns of both programs."""
+    """Return the results of `train` for both programs."""
     file = tmp_path_factory.mktemp("losses") / "losses.json"
     return {name: train(name, file, steps) for name, steps in STEPS.items()}
 
@@ -61,7 +61,7 @@ def test_jax_and_torch_trainings_have_the_same_losses(trainings):
 
 @pytest.mark.exhaustive
 def test_training_loss_falls_below_the_entropy_of_contact_frequency(trainings, shared):
-    """More than how many pairs there are: the loss falls well below the entropy of that."""
+    """A model that only knows the share of pairs would reach the entropy of that share."""
     losses, found, _ = trainings["evoformer"]
     share = shared.alignments(shared.HELD_OUT, seed=shared.SEED).contacts.mean()
     entropy = -share * np.log(share) - (1 - share) * np.log(1 - share)

@@ -1,4 +1,4 @@
-"""The language model of the examples, with MoBA: its two versions train alike, and learn."""
+"""The MoBA language model of the examples: its JAX and torch versions train alike and learn."""
 
 import json
 import os
@@ -15,9 +15,9 @@ STEPS = 4
 
 
 def run(name, *arguments, device="cpu"):
-    """The finished program, in a process of its own, as its users run it."""
+    """Run the program in its own process, as users do."""
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--device", device, *arguments]
-    # Training takes longer than compiling, so that the tests' own settings of XLA would not save time.
+    # Training takes longer than compilation, so the tests' own XLA flags would not save time.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": ""}
     if device == "cpu":
         environment |= {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "error"}
@@ -25,7 +25,7 @@ def run(name, *arguments, device="cpu"):
 
 
 def train(name, file, steps, device="cpu"):
-    """Losses of every step, and the printed text."""
+    """Return the losses of every step and the printed text."""
     done = run(name, "--steps", str(steps), "--losses", str(file), device=device)
     assert done.returncode == 0, done.stderr
     return np.array(json.loads(file.read_text())), done.stdout
@@ -33,7 +33,7 @@ def train(name, file, steps, device="cpu"):
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
-    """What `train` returns of both programs, after a few steps."""
+    """Return the results of `train` for both programs after a few steps."""
     file = tmp_path_factory.mktemp("losses") / "losses.json"
     return {name: train(name, file, STEPS) for name in ("moba_language_model", "torch_moba_language_model")}
 
@@ -47,7 +47,7 @@ def test_jax_and_torch_trainings_have_the_same_losses(trainings):
 
 @pytest.mark.exhaustive
 def test_training_loss_falls(trainings):
-    """From that of an untrained model, above log(256), by more than steps differ from each other."""
+    """The loss starts above log(256), as in an untrained model, and falls by more than steps differ from each other."""
     for losses, text in trainings.values():
         assert losses[0] > np.log(256)
         assert losses[-1] < losses[0] - 0.5

@@ -1,5 +1,4 @@
-"""examples/long_context.py at a size that takes seconds: four devices train as one does, training resumes, and what is
-served is what was learned."""
+"""examples/long_context.py at a small size: training on several devices, checkpoints and serving."""
 
 import dataclasses
 import functools
@@ -22,14 +21,14 @@ SIZES = {"context": 64, "batch_size": 2, "width": 16, "heads": 4, "layers": 2, "
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_promotion():
-    """Flax needs JAX's usual promotion, which the other tests go without."""
+    """Use JAX's standard promotion, which Flax needs and tests/conftest.py disables."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture(scope="module")
 def example():
-    """The modules of the example."""
+    """Return the modules of the example."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         names = ("data", "model", "plots", "train", "serve")
@@ -46,14 +45,14 @@ def settings(example):
 
 @pytest.fixture(scope="module")
 def trainers(example, settings):
-    """One device, and four: two for each sequence."""
+    """Return trainers on one device and on four, where two devices share each sequence."""
     placements = {count: example.model.Placement.over(jax.devices()[:count], min(count, 2)) for count in (1, 4)}
     return {count: example.train.Trainer(settings, placement, "moba") for count, placement in placements.items()}
 
 
 @pytest.fixture(scope="module")
 def trained(example, trainers, tmp_path_factory):
-    """Losses and parameters of both; the folder has the states of four devices after two steps and after all."""
+    """Return the states of both trainings, and the folder with the checkpoints of four devices."""
     folder = tmp_path_factory.mktemp("states")
     checkpoints = example.train.Checkpoints(folder, trainers[4].settings)
     states = {}
@@ -78,7 +77,7 @@ def test_training_on_four_devices_matches_the_losses_of_one(trained):
 
 
 def test_parameters_and_moments_are_sharded(trainers, trained):
-    """A device has its fourth of every matrix, and exchanges heads of its sequence alone."""
+    """Each of four devices has a quarter of every matrix. Training on one device needs no collectives."""
     states, _ = trained
     for tree in (states[4].parameters, states[4].moments):
         matrices = [x for path, x in jax.tree.leaves_with_path(tree) if "kernel" in jax.tree_util.keystr(path)]
@@ -91,7 +90,7 @@ def test_parameters_and_moments_are_sharded(trainers, trained):
 
 @pytest.mark.parametrize("count", [4, 1])
 def test_training_resumes_from_a_checkpoint(example, trainers, trained, count, tmp_path):
-    """With as many devices bitwise, with another number to rounding."""
+    """The result is bitwise equal on as many devices, and equal up to rounding on another number."""
     states, _ = trained
     whole = states[4]
     early = example.train.Checkpoints(tmp_path, trainers[4].settings)
@@ -123,7 +122,7 @@ def test_checkpoint_of_other_settings_raises_value_error(example, settings, trai
 
 
 def test_dense_attention_on_four_devices_matches_the_loss_of_one(example, settings):
-    """The same parameters, and other losses than MoBA's."""
+    """The loss must differ from MoBA's although the parameters are the same."""
     settings = dataclasses.replace(settings, layers=1)
     losses = {}
     for name, count in (("dense", 1), ("dense", 4), ("moba", 1)):
@@ -136,7 +135,7 @@ def test_dense_attention_on_four_devices_matches_the_loss_of_one(example, settin
 
 
 def test_served_text_matches_the_model_without_a_cache(example, settings, trained, capsys):
-    """Prompts of several steps, of one step, and shorter than the convolution reaches back."""
+    """The prompts take several steps, take one step, and are shorter than the convolution's reach."""
     prompts = [b"def function(self):\n    return self.f", b"import", b"a"]
     server = example.serve.Server(settings, trained[0][4].parameters, jax.devices()[0])
     served = server.write(prompts, 24)
@@ -144,7 +143,7 @@ def test_served_text_matches_the_model_without_a_cache(example, settings, traine
     assert all(text.startswith(prompt) for text, prompt in zip(served.texts, prompts, strict=True))
     assert served.same_bytes == 1
     assert served.logit_difference < 1e-5
-    # The forward pass of training, once more, on what was written.
+    # Run the forward pass of training on the served text.
     expected = server.logits_without_cache(served.texts).argmax(axis=-1)
     for row, (text, prompt) in enumerate(zip(served.texts, prompts, strict=True)):
         assert list(text[len(prompt) :]) == expected[row, len(prompt) - 1 : len(text) - 1].tolist()
@@ -176,7 +175,7 @@ def test_text_is_documentation_and_source(example):
 
 
 def test_program_trains_on_several_numbers_of_devices(example, tmp_path, capsys):
-    """Without attention, for the sake of time; that what is printed follows from what is written."""
+    """Training without attention saves time. The printed text must follow from the written rows."""
     sizes = [f"--{name.replace('_', '-')}={x}" for name, x in SIZES.items()]
     file = tmp_path / "found.json"
     options = ["--steps=6", "--evaluation-batches=1", "--attention=none", f"--json={file}"]

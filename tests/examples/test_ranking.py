@@ -1,4 +1,4 @@
-"""The ranking model of the examples: its two versions train alike, and well."""
+"""The ranking model of the examples: its JAX and torch versions train alike and reach a high AUC."""
 
 import json
 import os
@@ -15,7 +15,7 @@ STEPS = 100
 
 
 def run(name, *arguments, device="cpu"):
-    """The finished program, in a process of its own, as its users run it."""
+    """Run the program in its own process, as users do."""
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--device", device, *arguments]
     # torch's threads wait for each other by spinning, which is slow where other tests use the cores; and JAX in this
     # process may hold most of a GPU's memory already.
@@ -26,7 +26,7 @@ def run(name, *arguments, device="cpu"):
 
 
 def train(name, file, *arguments, device="cpu"):
-    """Losses of every step, and the printed text."""
+    """Return the losses of every step and the printed text."""
     done = run(name, "--steps", str(STEPS), "--losses", str(file), *arguments, device=device)
     assert done.returncode == 0, done.stderr
     return np.array(json.loads(file.read_text())), done.stdout
@@ -34,13 +34,13 @@ def train(name, file, *arguments, device="cpu"):
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
-    """What `train` returns of both programs."""
+    """Return the results of `train` for both programs."""
     file = tmp_path_factory.mktemp("losses") / "losses.json"
     return {name: train(name, file) for name in ("torch_ranking_model", "ranking_model")}
 
 
 def assert_alike(losses, others):
-    """Equal weights, batches and formulas: losses part only as roundings add up."""
+    """Assert that losses differ only by accumulated rounding, as weights and batches are equal."""
     assert len(losses) == len(others) == STEPS
     np.testing.assert_allclose(losses[:20], others[:20], rtol=1e-4)
     np.testing.assert_allclose(losses, others, rtol=1e-3)
@@ -86,7 +86,7 @@ def test_invalid_option_exits_with_an_error(monkeypatch, capsys):
 
 
 def test_table_from_a_file_equals_the_bundled_table(ranking_data, tmp_path):
-    """A file of scikit-learn's format holds the same table."""
+    """The file holds the table in scikit-learn's format."""
     from sklearn.datasets import load_breast_cancer
 
     features, labels = load_breast_cancer(return_X_y=True)
@@ -117,7 +117,7 @@ def test_area_under_curve_matches_known_values(ranking_data):
 
 
 def test_linear_scores_rank_linear_labels_and_not_noise(ranking_data):
-    """A label that is a linear function of the features is ranked without a mistake, noise no better than by chance."""
+    """Labels that are linear in the features are ranked almost perfectly, and noise no better than by chance."""
     generator = np.random.default_rng(0)
     features = generator.normal(size=(400, 5)).astype(np.float32)
     labels = (features @ np.arange(5) > 0).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Random layers of many forms: dropout, weights over heads, log-sum-exps, and the others in `FORMS`."""
+"""Random layers of the forms that `FORMS` lists, such as dropout and weights over heads."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,7 @@ from tests.fusion.fusion_random_parts import hidden, placed, with_sink
 from tests.fusion.fusion_random_places import among, moved, of_pixels
 
 KEPT = "kept"
-"""The argument with the weights that dropout keeps; a function that receives it draws none."""
+"""The argument with the mask of weights that dropout keeps; a function that receives it draws no mask."""
 RATE = 0.4
 
 
@@ -22,7 +22,7 @@ class Form:
     Attributes:
         layer: the shared parts of the layer.
         name: the name of the form.
-        is_returned: whether the dropout mask is another result.
+        is_returned: whether the dropout mask is an additional result.
     """
 
     def __init__(self, seed: int, name: str = "", simplest: Iterable[str] = (), is_tiny: bool = False) -> None:
@@ -62,7 +62,7 @@ def plain(layer: Layer) -> Function:
 
 
 def dropped(layer: Layer) -> Function:
-    """Return attention with dropout of weights, scores or exponentials, whose mask is another result."""
+    """Return attention with dropout of weights, scores or exponentials; the mask is an additional result."""
     draw = layer.draws
     scores, masked, product = layer.scores(), layer.masked(sees="nothing"), layer.product()
     layer.argument("seed", "", 0, 1000)
@@ -105,7 +105,7 @@ def dropped(layer: Layer) -> Function:
 
 
 def by_hand(layer: Layer, scores: Any) -> tuple[Any, Any]:
-    """Return exponentials less the maximum, and their sum; in guarded layers the sum is 1 in rows without keys."""
+    """Return exp(scores - maximum) and its sum; in guarded layers the sum is 1 in rows without keys."""
     largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     if not layer.is_guarded:
         powers = jnp.exp(scores - largest)
@@ -145,7 +145,7 @@ def over_heads(layer: Layer) -> Function:
 
 
 def mixed(layer: Layer) -> Function:
-    """Return several softmaxes, with factors of heads or queries, before one product."""
+    """Return attention whose weights are a sum of softmaxes, each scaled globally, per head or per query."""
     draw = layer.draws
     parts = [layer.weights(f"{i} ") for i in range(draw("softmaxes", (2, 2, 3)))]
     by = [
@@ -289,14 +289,14 @@ def joined(layer: Layer) -> Function:
 
 
 def sunk(layer: Layer, scores: Any, sink: Any, is_joined: bool) -> Any:
-    """Return weights beside a sink; rows without keys are 0."""
+    """Return the weights of a softmax with a sink logit; rows without keys are 0."""
     if layer.is_guarded:
         scores = jnp.where(scores <= -5e8, -1e30, scores)
     return with_sink(scores, sink, 3, is_joined)
 
 
 def normalised(layer: Layer) -> Function:
-    """Return weights without a softmax and their normalisers, or softmaxes that are normalised again."""
+    """Return attention with non-softmax weights and a normaliser, or with softmaxes that are normalised again."""
     draw = layer.draws
     layer.sizes["k"] = layer.sizes["q"]
     kind = draw("weights", ("retention", "mlstm", "linear", "softmax", "mixed", "sigmoid"))
@@ -346,7 +346,7 @@ def normalised(layer: Layer) -> Function:
 
 
 def branches(layer: Layer) -> Function:
-    """Return attention with masks or biases that branches select."""
+    """Return attention whose mask is selected by a branch or a select."""
     draw = layer.draws
     weights = layer.scores(), layer.masked("biases")
     product, count = layer.product(), draw("branches", (2, 2, 3))

@@ -1,4 +1,4 @@
-"""Shared parts of random layers: arguments, scores, masks, softmaxes and products, each chosen by a seed."""
+"""Shared parts of random layers (arguments, scores, masks, softmaxes and products), chosen by a seed."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -77,7 +77,7 @@ class Layer:
     # Products.
 
     def operand(self, name: str, labels: str) -> Callable[[Arrays], tuple[Any, str]]:
-        """Return an array and its labels: of all heads, of half of them, repeated, or without heads."""
+        """Add an operand with all heads, half of them (repeated) or none; return its reader of array and labels."""
         own, axes = labels, self.draws(f"{name} heads", ("all", "all", "half", "none"))
         heads = self.sizes["n"]
         if axes == "none" and "query" not in name:
@@ -199,7 +199,7 @@ class Layer:
         return masked
 
     def bias(self, name: str, keys: str = "k") -> Reader:
-        """Add an argument that is added to scores, with some of their axes."""
+        """Add a bias argument with some of the axes of scores, and return its reader."""
         draw = self.draws
         labels = draw(f"{name} of", (f"q{keys}", keys, "q")) + draw.some(f"{name} over", "bn")
         return self.argument(f"{name} bias", labels)(f"bnq{keys}")

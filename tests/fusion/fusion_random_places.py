@@ -74,7 +74,7 @@ def _term(layer: Layer, name: str, query: Any) -> tuple[str, Reader]:
 
 
 def moved(layer: Layer) -> Function:
-    """Return attention whose mask or bias, made for longer sequences, is rolled, tiled, padded and cut."""
+    """Return attention with a mask or bias for longer sequences that is rolled, tiled, padded and cut."""
     draw = layer.draws
     scores, before, product = layer.scores(), layer.masked("before"), layer.product()
     arrays = [_moved(layer, f"places {i}") for i in range(draw("arrays", (1, 1, 2)))]

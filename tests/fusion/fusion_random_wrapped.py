@@ -11,7 +11,7 @@ from tests.fusion.fusion_random_forms import KEPT, Form
 from tests.fusion.fusion_random_layer import Arrays, Function
 
 TIMES = 2
-"""The number of indices of maps and loops."""
+"""The length of the axes that `vmap` and `scan` map over."""
 POLICIES = ("nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", None)
 WRAPPERS = ("checkpoint", "vmap", "scan", "jit", "scan of checkpoint", "cond")
 
@@ -23,7 +23,7 @@ class Wrapped:
         form: the layer.
         wrappers: the names of the transformations.
         fused_at: the number of transformations inside of `fuse`.
-        is_mapped_gradient: whether the outermost transformation is a map of gradients.
+        is_mapped_gradient: whether the outermost `vmap` maps gradients of the inner function.
         is_eager: whether calls are not compiled.
     """
 

@@ -1,4 +1,4 @@
-"""Attention for other purposes as users write it, which `fuse` refuses.
+"""Attention variants that `fuse` refuses, as users write them.
 
 A comment marks the first line that breaks a rule, which the refusal must name.
 """
@@ -127,7 +127,7 @@ def heads_of_pixels_mixed(query, key, value):
 
 @refused(f"`rev` (flip, [::-1]) of scores {BETWEEN}")
 def contextual_positions(query, key, value):
-    """Positions count the keys whose gate is open; embeddings are interpolated between whole ones."""
+    """Positions count the keys whose gate is open; embeddings are interpolated between integer positions."""
     scores = scores_of(query, key)
     gates = jax.nn.sigmoid(scores)
     counts = jnp.cumsum(gates[..., ::-1], axis=-1)[..., ::-1]  # breaks here
@@ -297,7 +297,7 @@ def mapped_over_heads(query, key, value):
     return jax.vmap(head)(query, key, value)
 
 
-# Numbers of whole rows, columns, or heads.
+# Reductions of whole rows, columns or heads.
 
 
 @refused("`top_k`: a value computed from all scores of a row outside a softmax")
@@ -326,7 +326,7 @@ def standardised(query, key, value):
     *((2, 24, 64), (64, 192), (64, 64)),
 )
 def layer_with_scores_of_unit_length(x, into, out):
-    """Weights without a softmax could be fused with such quotients."""
+    """Without the softmax, weights with this quotient could be fused."""
     query, key, value = (each.reshape(2, 24, 4, 16) for each in jnp.split(x @ into, 3, axis=-1))
     scores = jnp.where(CAUSAL, scores_of(query, key), -1e9)
     scores = scores / jnp.linalg.norm(scores, axis=-1, keepdims=True)  # breaks here
@@ -559,7 +559,7 @@ def sink_dropped_at_the_wrong_end(query, key, value):
     return weighted(weights[..., :-1], value)  # breaks here
 
 
-# Functions that hide attention, and functions that have none.
+# Functions that hide attention, and functions without attention.
 
 
 @refused("`custom_vjp_call` has a derivative of its own that cannot be computed tile by tile")

@@ -19,8 +19,9 @@ from tests import numpy_oracle
 def alternated(cases: Iterable[Any], implementations: Sequence[str] = ("xla", "triton")) -> list[Any]:
     """Return test parameters for cases, each a value or a tuple, and implementations.
 
-    What is found and rewritten before anything is computed is the same for all implementations. So one of them
-    computes each case, by turns, and the others are marked `exhaustive`. Every variant of the gallery meets both.
+    The analysis and the rewrites before computation do not depend on the implementation. So the implementations
+    take turns: one of them computes each case, and the other pairs are marked `exhaustive`. The gallery's tests
+    compute every variant with both.
     """
     return [
         pytest.param(
@@ -96,7 +97,7 @@ def assert_as_good_as_written(
 ) -> None:
     """Assert that 16-bit results and gradients err at most twice as much as the function's own, plus 2 ulp."""
     exact = compiled_gradients(function, [np.asarray(x).astype("float32") for x in given])
-    naive = with_gradients(function, given)  # rounds wherever the function is written to
+    naive = with_gradients(function, given)  # eager, so that every intermediate result is rounded
     for actual, poor, expected in zip(compiled_gradients(fused, given), naive, exact, strict=True):
         assert actual.dtype == poor.dtype
         error, allowed = (np.abs(np.asarray(x, np.float32) - expected).max() for x in (actual, poor))

@@ -232,7 +232,7 @@ class _Engine:
 
 
 class _Values(Language):
-    """The kernel language, on arrays."""
+    """The `gl` module of the kernel language, on NumPy arrays."""
 
     def __init__(self, program: int, warps: Warps) -> None:
         super().__init__(program, warps)

@@ -1,7 +1,7 @@
-"""Runs the barriers of a printed Gluon kernel on the CPU, with warps as threads.
+"""Interpreter of the barriers of a printed Gluon kernel on the CPU, with warps as threads.
 
 Tile contents are ignored; a run checks that no warp schedule deadlocks. Indices and rounds are numbers, and barriers
-count phases as on the GPU. gluon_interpreter.py has tiles of numbers.
+count phases as on the GPU. gluon_interpreter.py also computes the tiles.
 """
 
 import builtins
@@ -23,7 +23,7 @@ class Deadlock(AssertionError):
 
 
 class Number(int):
-    """A number of a warp; combined with a tile it gives a tile."""
+    """An integer scalar of a kernel; an operation on it and a tile gives a tile."""
 
     def to(self, dtype: object) -> "Number":
         del dtype
@@ -37,7 +37,10 @@ class Parity(Number):
 
     @staticmethod
     def of(number: int, turned: int = 0) -> "Parity":
-        """Return the parity of this phase, or of the previous one, which no barrier has before its first phase."""
+        """Return the parity of a phase, or of the previous phase if `turned` is 1.
+
+        The phase before a barrier's first one counts as completed.
+        """
         found = Parity(int(number) % 2 ^ turned)
         found.phases = number + 1 - turned
         return found
@@ -131,7 +134,7 @@ class Warps:
             time.sleep(most * self.chance.random())
 
     def look(self) -> None:
-        """Raise an error if no warp can continue."""
+        """Record whether no warp can continue, and wake the waiting ones."""
         are_stuck = all(barrier.phase % 2 == parity for barrier, parity in self.waiting.values())
         self.is_stuck |= 0 < self.running == len(self.waiting) and are_stuck
         self.changed.notify_all()
@@ -187,7 +190,7 @@ class Barriers(list[Barrier]):
 
 
 class Mbarrier:
-    """The module of barriers."""
+    """Stand-in for the `mbarrier` module."""
 
     def wait(self, barrier: Barrier, parity: int) -> None:
         barrier.wait(parity)
@@ -202,7 +205,7 @@ class Mbarrier:
 
 
 class Language(Tile):
-    """The module of all other operations."""
+    """Stand-in for the `gl` module."""
 
     def __init__(self, program: int, warps: Warps) -> None:
         self.program, self.warps = program, warps

@@ -1,4 +1,4 @@
-"""Attention with a bias that is the same along a batch axis: cases that the resident schedule supports or rejects."""
+"""Attention with a bias that is broadcast along a batch axis, which the resident schedule supports or rejects."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ type Shapes = dict[str, tuple[int, ...]]
 
 
 def rows_of_heads(query, key, value, mask, pair):
-    """query [B, R, T, N, H], mask [B, R, 1, 1, S], pair [B, 1, N, T, S]."""
+    """Return attention of query [B, R, T, N, H] with mask [B, R, 1, 1, S] and pair bias [B, 1, N, T, S]."""
     scores = jnp.einsum("brtnh,brsnh->brnts", query, key) * query.shape[-1] ** -0.5
     return jnp.einsum("brnts,brsnh->brtnh", jax.nn.softmax(scores + mask + pair, axis=-1), value)
 
 
 def heads_of_rows(query, key, value, pair):
-    """query [B, R, N, T, H], pair [B, N, T, S]; no scale and no mask."""
+    """Return unscaled attention of query [B, R, N, T, H] with pair bias [B, N, T, S] and no mask."""
     scores = query @ key.mT + pair[:, None]
     return jax.nn.softmax(scores, axis=-1) @ value
 
 
 def one_bias(query, key, value, pair, offset, slope):
-    """query [B, T, N, H], pair [T, S], offset [B, N, T], slope [N]: terms of queries, heads and positions."""
+    """Return attention of query [B, T, N, H] with pair [T, S], offset [B, N, T] and slope [N] as terms."""
     scores = (jnp.einsum("btnh,bsnh->bnts", query, key) - slope[None, :, None, None] * 2) / 7
     scores = 0.5 * (scores + pair[None, None] - offset[..., None])
     scores = scores - 0.01 * jnp.arange(key.shape[1])[None, None, None, :].astype(scores.dtype)
@@ -60,7 +60,7 @@ def selected(query, key, value, mask, pair):
 
 @dataclass(frozen=True)
 class Resident:
-    """A call.
+    """A call of attention.
 
     Attributes:
         stays: whether the bias stays in shared memory.

@@ -15,13 +15,13 @@ type Shapes = dict[str, tuple[int, ...]]
 
 
 def attend(query, key, value, change=lambda scores: scores):
-    """query [B, T, N, H], key [B, S, N, H], value [B, S, N, V]."""
+    """Return attention of query [B, T, N, H], key [B, S, N, H] and value [B, S, N, V], with changed scores."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
     return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(change(scores), axis=-1), value)
 
 
 def wide_result(query, key, value):
-    """Causal; the result is float32."""
+    """Return causal attention with a float32 result."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
     seen = jnp.arange(key.shape[1])[None, :] <= jnp.arange(query.shape[1])[:, None]
     weights = jax.nn.softmax(where(scores, seen[None, None]), axis=-1)
@@ -29,18 +29,18 @@ def wide_result(query, key, value):
 
 
 def heads_first(query, key, value):
-    """query [B, N, T, H]; no scale."""
+    """Return unscaled attention of query [B, N, T, H]."""
     return jax.nn.softmax(query @ key.mT, axis=-1) @ value
 
 
 def grouped(query, key, value):
-    """query [B, T, K, G, H], key and value [B, S, K, H]."""
+    """Return grouped-query attention of query [B, T, K, G, H] with key and value [B, S, K, H]."""
     scores = jnp.einsum("btkgh,bskh->bkgts", query, key) * query.shape[-1] ** -0.5
     return jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores, axis=-1), value)
 
 
 def differential(query, key, value):
-    """query, key [B, T, 2, N, H], value [B, T, N, V]."""
+    """Return differential attention of query and key [B, T, 2, N, H] with value [B, T, N, V]."""
     scores = jnp.einsum("btmnh,bsmnh->bmnts", query, key) * query.shape[-1] ** -0.5
     weights = jax.nn.softmax(scores, axis=-1)
     return jnp.einsum("bnts,bsnv->btnv", weights[:, 0] - 0.3 * weights[:, 1], value)
@@ -55,19 +55,19 @@ def clipped(query, key, value):
 
 
 def sloped(query, key, value, slope):
-    """slope [N]: ALiBi."""
+    """Return attention with ALiBi slopes [N]."""
     away = (jnp.arange(key.shape[1])[None, :] - jnp.arange(query.shape[1])[:, None]).astype(slope.dtype)
     bias = 0.01 * jnp.abs(slope)[None, :, None, None] * away[None, None]
     return attend(query, key, value, lambda scores: scores + bias)
 
 
 def tempered(query, key, value, temperature):
-    """temperature [B, N, T]."""
+    """Return attention with scores scaled by exp(temperature [B, N, T])."""
     return attend(query, key, value, lambda scores: scores * jnp.exp(temperature)[..., None])
 
 
 def gated(query, key, value, gate):
-    """gate [B, N, T], a factor of the weights."""
+    """Return attention with weights scaled by tanh(gate [B, N, T])."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
     weights = jax.nn.softmax(scores, axis=-1) * jnp.tanh(gate)[..., None]
     return jnp.einsum("bnts,bsnv->btnv", weights, value)
@@ -78,7 +78,7 @@ def where(scores, seen):
 
 
 def causal(query, key, value):
-    """The last query sees all keys."""
+    """Return causal attention in which the last query sees all keys."""
     offset = key.shape[1] - query.shape[1]
     seen = jnp.arange(key.shape[1])[None, :] <= jnp.arange(query.shape[1])[:, None] + offset
     return attend(query, key, value, lambda scores: where(scores, seen[None, None]))
@@ -90,7 +90,7 @@ def window(query, key, value):
 
 
 def global_and_local(query, key, value):
-    """A window, and the first keys and queries: five ranges of tiles."""
+    """Return attention with a window, global keys and global queries, which give five ranges of tiles."""
     row, column = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])[None, :]
     away = row - column
     seen = ((away < 400) & (away > -400)) | (column < 100) | (row < 100)
@@ -98,7 +98,7 @@ def global_and_local(query, key, value):
 
 
 def strided(query, key, value):
-    """Keys at distances that are multiples of 256, and their neighbours: lists that all query tiles share."""
+    """Return attention to keys at multiples of 256 and their neighbours; all query tiles share one list of tiles."""
     away = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :]
     return attend(query, key, value, lambda scores: where(scores, ((away >= 0) & (away % 256 < 8))[None, None]))
 
@@ -112,21 +112,21 @@ def far_away(query, key, value):
 
 
 def added_mask(query, key, value):
-    """Causal by adding -1e9."""
+    """Return causal attention with a mask that adds -1e9."""
     row = jnp.arange(query.shape[1])
     unseen = (row[:, None] < row[None, :])[None, None]
     return attend(query, key, value, lambda scores: scores + jnp.where(unseen, -1e9, 0.0))
 
 
 def documents(query, key, value, segment):
-    """segment [B, T], integers: causal documents."""
+    """Return causal attention within documents, given by integers `segment` [B, T]."""
     seen = jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1])[None, :]
     same = segment[:, :, None] == segment[:, None, :]
     return attend(query, key, value, lambda scores: where(scores, (seen[None] & same)[:, None]))
 
 
 def padded(query, key, value, length):
-    """length [B], integers: the number of valid keys; other scores are replaced by -1e9."""
+    """Return attention to the first `length` [B] keys; other scores are replaced by -1e9."""
     seen = jnp.arange(key.shape[1])[None, :] < length[:, None]
     return attend(query, key, value, lambda scores: jnp.where(seen[:, None, None, :], scores, -1e9))
 
@@ -141,7 +141,7 @@ def biased_keys(query, key, value, mask):
 
 @dataclass(frozen=True)
 class Streamed:
-    """A call.
+    """A call of attention.
 
     Attributes:
         streams: whether the streamed schedule applies.

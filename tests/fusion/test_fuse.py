@@ -1,4 +1,4 @@
-"""`fuse` beyond the gallery: what it refuses, transformations, and which tiles it computes."""
+"""Tests of `fuse` beyond the gallery: refusals, transformations and the tiles that are computed."""
 
 import functools
 
@@ -169,7 +169,7 @@ def live_counts(name, tile, dtype=jnp.float32):
 
 
 def test_dead_tiles_are_not_visited():
-    """40 queries and keys in tiles of 8."""
+    """The numbers are live tiles of each tile of queries, for 40 queries and keys in tiles of 8."""
     np.testing.assert_array_equal(live_counts("causal", Tile(8, 8)), [1, 2, 3, 4, 5])
     assert live_counts("vanilla", Tile(8, 8)) is None
     np.testing.assert_array_equal(live_counts("alibi", Tile(8, 8)), [[1, 2, 3, 4, 5]] * 4)
@@ -235,7 +235,7 @@ def test_explain_of_an_unfusible_function_gives_the_reason():
 
 
 def test_only_gradients_that_are_asked_for_are_computed():
-    """A constant bias of queries by keys has no kernel for its gradient, and constant slopes no sums."""
+    """A backward kernel is launched only if one of its gradients is requested."""
 
     def attention(query, key, value, bias):
         scores = query @ key.mT + bias
@@ -293,7 +293,7 @@ CHAINS = {
     "key": lambda q, k, v: attention(q, attention(q, k, v), v),
     "value": lambda q, k, v: attention(q, k, attention(q, k, v)),
     "all": lambda q, k, v: attention(*[attention(q, k, v)] * 3),
-    # Rows and columns of a picture take turns.
+    # The second attention runs along the other axis, as in attention to the rows and then the columns of an image.
     "turned": lambda q, k, v: attention(attention(q, k, v).swapaxes(0, 1), k.swapaxes(0, 1), v.swapaxes(0, 1)),
 }
 

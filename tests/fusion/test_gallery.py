@@ -1,4 +1,4 @@
-"""Every variant of the gallery: it runs, and its fused function is as exact as the function itself."""
+"""Tests that every gallery variant runs and that its fused function is as accurate as the function itself."""
 
 import ast
 import contextlib
@@ -30,13 +30,13 @@ IMPLEMENTATIONS = (
 )
 MOST_LINES = 15
 
-# Several tiles of tokens, for few programs of an interpreter: its time goes with the number of heads.
+# Several tiles of tokens, but few programs, since the interpreter's time grows with the number of heads.
 SIZES = Sizes(rows=2, query_heads=2, key_heads=1)
 GROUPED_SIZES = Sizes(rows=2)
-# Its queries are an axis of programs, and its heads the rows of tiles.
+# In `latent_slice` queries are a grid axis, and heads are the rows of tiles.
 FEW_QUERIES = dataclasses.replace(SIZES, query_tokens=10)
-# No size is a multiple of a tile, and there are more keys than queries where a variant has both. Kinds of variants that
-# are not here, and each of these kinds once more, have the usual sizes.
+# No size is a multiple of a tile, and variants with separate keys have more keys than queries. Every kind of variant,
+# listed here or not, also has a variant with the usual sizes.
 ODD_SIZES = Sizes(rows=2, query_tokens=37, key_tokens=53, head_dim=24, value_dim=20)
 ODD_VARIANTS = (
     "vanilla",
@@ -56,28 +56,28 @@ SIZES_OF = {
     **dict.fromkeys(ODD_VARIANTS, ODD_SIZES),
     **dict.fromkeys(("library_causal_grouped", "grouped_query_repeated", "one_query_grouped"), GROUPED_SIZES),
     "latent_slice": FEW_QUERIES,
-    # The most operations by far, and as many heads as elsewhere.
+    # This variant has by far the most operations, so it has as few heads as the usual sizes.
     "invariant_points": dataclasses.replace(ODD_SIZES, query_heads=2, key_heads=1),
 }
 BFLOAT16_VARIANTS = ("vanilla", "wide_scores", "library", "alibi_learned", "grouped_query", "evoformer_row")
 
 
 def library_causal_grouped(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """The variant of this name without JAX's own function."""
+    """Compute the variant of this name without `jax.nn.dot_product_attention`."""
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     bias = jnp.where(jnp.tri(query.shape[1], key.shape[1], dtype=bool), 0.0, -jnp.inf)[None, None]
     return gallery_scores.dense_bias(query, key, value, bias.astype(query.dtype))
 
 
 def library_window_lengths(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
-    """The variant of this name without JAX's own function."""
+    """Compute the variant of this name without `jax.nn.dot_product_attention`."""
     queries, keys = jnp.arange(query.shape[1])[None, :, None], jnp.arange(key.shape[1])[None, None, :]
     mask = (keys < lengths[:, None, None]) & (keys <= queries + 5)
     bias = jnp.where(mask, 0.0, -jnp.inf)[:, None]
     return gallery_scores.dense_bias(query, key, value, bias.astype(query.dtype))
 
 
-# For what computes softmaxes in float32, even of float64 arrays: the same without narrowing.
+# These variants compute softmaxes of float64 arrays in float32; their replacements here do not narrow.
 EXACT_FUNCTIONS = {
     "wide_scores": gallery_masks.vanilla,
     "library": gallery_masks.vanilla,
@@ -89,12 +89,12 @@ Results = dict[str, Any]
 
 
 def promotion(name: str) -> contextlib.AbstractContextManager[None]:
-    """Implicit promotion stays an error, but for JAX's own function, which needs it."""
+    """Keep implicit promotion an error, except for variants of JAX's own function, which need it."""
     return jax.numpy_dtype_promotion("standard" if name.startswith("library") else "strict")
 
 
 def value_and_gradients(variant: Variant, function: Callable[..., Any]) -> Callable[..., Results]:
-    """From inputs and a cotangent to the outputs, and the gradient of each differentiable input, by name."""
+    """Return a function of inputs and a cotangent that computes outputs and gradients by name."""
 
     def compute(inputs: dict[str, jax.Array], cotangent: Any) -> Results:
         constant = {name: x for name, x in inputs.items() if name not in variant.differentiable}
@@ -109,7 +109,7 @@ def value_and_gradients(variant: Variant, function: Callable[..., Any]) -> Calla
 
 @functools.cache
 def operands(name: str, sizes: Sizes, seed: int = 0) -> tuple[dict[str, jax.Array], Any]:
-    """Inputs of a variant and a cotangent of its outputs."""
+    """Return inputs of a variant and a cotangent of its outputs."""
     variant = VARIANTS[name]
     inputs = variant.make_inputs(jax.random.key(seed), sizes)
     generator = np.random.default_rng(seed)
@@ -120,16 +120,16 @@ def operands(name: str, sizes: Sizes, seed: int = 0) -> tuple[dict[str, jax.Arra
 
 @functools.cache
 def compiled_variant(name: str) -> Callable[..., Results]:
-    """The function itself, with gradients."""
+    """Return the compiled function itself, with gradients."""
     return compiled_quickly(value_and_gradients(VARIANTS[name], VARIANTS[name].function))
 
 
 @functools.cache
 def exact_and_allowed(name: str, sizes: Sizes) -> dict[str, tuple[np.ndarray, float]]:
-    """Each result in float64, by numpy, and the error allowed of it.
+    """Return each result in float64, computed by NumPy, and its allowed error.
 
-    That is twice the error of the function itself, plus two units in the last place. A small result may happen to be
-    exact, so the error is the largest of six draws of inputs.
+    The allowed error is twice the error of the function itself, plus two units in the last place. A small result may
+    happen to be exact, so the error is the largest of six draws of inputs.
     """
     variant = VARIANTS[name]
     draws = [operands(name, sizes, seed) for seed in range(6)]
@@ -144,7 +144,7 @@ def exact_and_allowed(name: str, sizes: Sizes) -> dict[str, tuple[np.ndarray, fl
         assert true.dtype == np.float64, result
         error = max(largest_error(rough[i][result], exact[i][result]) for i in range(len(draws)))
         unit = float(jnp.finfo(rough[0][result].dtype).eps) * np.abs(true).max(initial=0.0)
-        # What is 0 but for cancellation may be a rounding of numbers near 1 away from it.
+        # A result that is 0 by cancellation may differ from 0 by the rounding of numbers near 1.
         unit += 16 * float(jnp.finfo(jnp.float32).eps)
         allowed[result] = (true, 2 * error + 2 * unit)
     return allowed
@@ -158,7 +158,7 @@ def _widened(x: jax.Array) -> np.ndarray:
 
 
 def check(name: str, sizes: Sizes, implementation: str) -> None:
-    """Compare the function as it stands, or fused, with itself in float64: outputs and all gradients."""
+    """Compare outputs and gradients of the plain or fused function with those of the function in float64."""
     with promotion(name):
         _check(name, sizes, implementation)
 
@@ -187,7 +187,7 @@ def test_variant_is_accurate_with_gradients(name: str, implementation: str) -> N
     sizes = SIZES_OF.get(name, SIZES)
     check(name, sizes, implementation)
     for result, (true, allowed) in exact_and_allowed(name, sizes).items():
-        # Else the function has no meaning in float32, or narrows a float64 array.
+        # A larger error means that the function is meaningless in float32, or that it narrows a float64 array.
         assert allowed < 1e-4 * max(1.0, np.abs(true).max()), result
 
 

@@ -1,4 +1,4 @@
-"""Functions that do more than compute: effects, axes of maps, modules with state, derivatives inside, nested calls."""
+"""Tests of `fuse` on functions that do more than compute, such as effects, mapped axes and stateful modules."""
 
 import functools
 import warnings
@@ -30,8 +30,6 @@ def attention(query, key, value):
 
 
 def test_mask_value_beyond_float16_becomes_infinite_without_a_warning():
-    """It is infinite, without a word, as in the function itself."""
-
     def function(query, key, value):
         scores = jnp.einsum("btnh,bsnh->bnts", query, key)
         weights = jax.nn.softmax(jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -1e9))
@@ -94,7 +92,7 @@ def test_callbacks_are_called_in_order():
 
 
 def test_callbacks_are_called_each_time():
-    """One without arguments is no constant."""
+    """A callback without arguments is not treated as a constant."""
     count = []
 
     def number():
@@ -119,7 +117,7 @@ def test_checkify_checks_are_kept():
 
 
 def test_ordered_callbacks_with_a_log_sum_exp_run_in_order():
-    """Equations that wait for the kernel do not overtake each other."""
+    """A callback that waits for the kernel still runs before a later callback that does not."""
     seen = []
 
     def function(query, key, value):
@@ -136,11 +134,11 @@ def test_ordered_callbacks_with_a_log_sum_exp_run_in_order():
     assert {leaf for leaf in explain(function)(*given).outside} >= {"debug_callback"}
 
 
-# Axes of maps
+# Mapped axes
 
 
 def with_offset(query, key, value):
-    """A causal mask for the queries of one device, or of one index of a map."""
+    """Return causal attention for the queries of one device, or of one index of `vmap`."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key)
     places = jnp.arange(query.shape[1]) + jax.lax.axis_index("i") * 5
     mask = places[:, None] >= jnp.arange(key.shape[1])[None, :]
@@ -200,7 +198,7 @@ def test_fuse_leaks_no_tracers():
         fuse(function)(*arrays(), seen)
 
 
-# Modules, derivatives inside, nested calls
+# Modules, inner derivatives and nested calls
 
 
 class Attention(nnx.Module):
@@ -223,7 +221,7 @@ def test_unchanged_nnx_module_is_fused():
 
 
 def test_changed_nnx_module_raises_not_fusible():
-    """Their counts would stay, and with them masks of dropout."""
+    """Without the change, the module's random counts would not advance and dropout would repeat its masks."""
     x = jnp.ones((2, 20, 16))
     with pytest.raises(NotFusible, match="modifies an argument"):
         fuse(lambda module, x: module(x))(Attention(0.5, nnx.Rngs(0)), x)
@@ -239,7 +237,7 @@ def decoding(**options):
 
 
 def test_nnx_module_with_a_cache_raises_not_fusible_with_remedies():
-    """The message names what is changed, and two ways round it."""
+    """The message names the modified argument and two remedies."""
     ways = ["`args\\[0\\]\\.cache_", "decode=True", "attention_fn=fuse", "nnx.clone", "nnx.state", "nnx.update"]
     for function in (lambda module, x: module(x), nnx.jit(lambda module, x: module(x))):
         with pytest.raises(NotFusible, match=".*".join(ways)):
@@ -279,7 +277,7 @@ def test_fuse_of_a_fused_function_matches_the_reference():
 
 @pytest.mark.parametrize("change", [jax.vmap, jax.jit, jax.checkpoint, functools.partial])
 def test_transformed_fused_function_is_run_as_it_is(change):
-    """`functools.wraps` copies the attributes of what it wraps."""
+    """`functools.wraps` copies attributes of the fused function, which must not mark the transformed one as fused."""
     given = [x[None] for x in arrays()] if change is jax.vmap else arrays()
     changed = change(fuse(attention))
     assert not is_fused(changed)
@@ -311,7 +309,7 @@ def test_fuse_of_a_function_without_attention_says_what_fuse_is_for():
 
 
 def test_second_derivatives_without_xla_optimisation_match_the_reference():
-    """Scores that are computed again may be rounded otherwise: then none is the largest."""
+    """Recomputed scores may be rounded differently, so that none of them equals the maximum."""
 
     def biased(query, key, value, bias):
         scores = jnp.einsum("btnh,bsnh->bnts", query, key) * 8**-0.5 + bias[None, None]
@@ -333,7 +331,7 @@ def test_second_derivatives_without_xla_optimisation_match_the_reference():
 
 
 def test_gated_and_projected_results_of_grouped_heads_match_the_reference():
-    """What is multiplied by a matrix last is no weight of attention, and has other axes than groups of heads."""
+    """The operand of the final projection is not attention weights, and its axes do not separate groups of heads."""
 
     def function(query, key, value, gate, projection):
         batch, tokens = query.shape[:2]

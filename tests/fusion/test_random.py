@@ -1,4 +1,4 @@
-"""`fuse` on random attention functions: results and gradients are right, or the function is refused in words."""
+"""Tests of `fuse` on random attention functions: results and gradients are right, or `NotFusible` says why not."""
 
 import functools
 import re
@@ -19,12 +19,12 @@ TRACED_SEEDS = [
     pytest.param(range(110, 120), id="others", marks=pytest.mark.exhaustive),
 ]
 FEWEST_FUSED = 0.75
-"""Of traced seeds: some functions are of kinds that docs/fusion.md rules out."""
+"""The fraction of traced seeds that must fuse; docs/fusion.md rules out some kinds of functions."""
 
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """Functions are written as their authors do, who may leave casts and axes of size 1 to jax.numpy."""
+    """Allow implicit promotion of dtypes and ranks, on which users' functions may rely."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -37,7 +37,7 @@ def operands(attention, dtype):
 
 
 def with_gradients(function):
-    """A function of arrays: the result, and the gradient of each floating one with a random cotangent, by name."""
+    """Return a function that computes the result and the gradients of floating arrays, with a random cotangent."""
 
     def both(given):
         floats = {name: x for name, x in given.items() if jnp.issubdtype(x.dtype, jnp.floating)}
@@ -48,12 +48,12 @@ def with_gradients(function):
     return both
 
 
-# XLA repeats what several numbers of a fusion need: the bounds that lists of tiles are made from take it minutes.
+# XLA's fusion pass duplicates shared operands, so the bounds from which tile lists are made would take it minutes.
 jit_unfused = functools.partial(jax.jit, compiler_options={"xla_disable_hlo_passes": "fusion"})
 
 
 def exact(attention, given):
-    """The function's results and gradients in float64."""
+    """Return the function's results and gradients in float64."""
     with jax.enable_x64(True):
         wide = {
             name: jnp.asarray(x, jnp.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
@@ -64,7 +64,7 @@ def exact(attention, given):
 
 
 def assert_right(attention, fused, given, jit=jax.jit):
-    """Errors are at most twice the function's own and as much as rounding of the largest number explains."""
+    """Assert that errors are at most twice the function's own errors, plus a rounding of the largest number."""
     found, expected = jit(with_gradients(fused))(given), exact(attention, given)
     slack = max(2.0**-7 if x.dtype == jnp.bfloat16 else 1e-5 for x in given.values())
     own = {}
@@ -72,7 +72,7 @@ def assert_right(attention, fused, given, jit=jax.jit):
         assert found[name].dtype == (jax.eval_shape(attention, given) if name == "result" else given[name]).dtype
         error = np.abs(np.asarray(found[name], np.float64) - wanted).max()
         if error > slack * np.abs(wanted).max():
-            # Gradients that are 0 but for rounding are judged beside the others.
+            # A gradient may be 0 except for rounding, so the slack is relative to the largest of all results.
             own = own or jax.jit(with_gradients(attention.guarded))(given)
             allowed = np.abs(np.asarray(own[name], np.float64) - wanted).max()
             most = max(np.abs(x).max() for x in expected.values())

@@ -1,4 +1,4 @@
-"""`fuse` on random layers of many forms, called and transformed in many ways: results and gradients are right."""
+"""Tests of the results and gradients of `fuse` on random layers of many forms, inside random transformations."""
 
 import functools
 import re
@@ -20,14 +20,14 @@ SEEDS = [
 KERNEL_FORMS = ("joined", "log-sums")
 DROPOUT_SEEDS = range(2)
 FEWEST_FUSED = 0.75
-"""Of the seeds: some functions are of kinds that docs/fusion.md rules out."""
+"""The fraction of seeds that must fuse; docs/fusion.md rules out some kinds of functions."""
 KNOWN_LINES = r"fusion_random_(forms|layer|parts|places|wrapped)\.py:\d+|no product with a softmax"
 SLACK = {"float32": 2e-5, "bfloat16": 2.0**-7, "float16": 2.0**-9}
 
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """Functions are written as their authors do, who may leave casts and axes of size 1 to jax.numpy."""
+    """Allow implicit promotion of dtypes and ranks, on which users' functions may rely."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -37,11 +37,11 @@ def is_floating(x):
 
 
 def evaluated(function, given, is_eager=False, in_axes=None):
-    """Results and gradients of floating arguments, by name, with random cotangents.
+    """Return results and gradients of floating arguments by name, with random cotangents.
 
     Args:
-        function: of all arguments, or of one index of them where `in_axes` are given.
-        in_axes: axes of arguments, whose gradients each index has apart.
+        function: takes all arguments, or one index of the mapped ones if `in_axes` is given.
+        in_axes: the mapped axes of arguments; each index then has its own gradients.
     """
 
     def with_gradients(given, cotangents):
@@ -62,7 +62,7 @@ def evaluated(function, given, is_eager=False, in_axes=None):
 
 
 def results_of(wrapped, function, given, call=None, is_eager=False):
-    """Of a function inside of all transformations, fused where `call` is given."""
+    """Return `evaluated` of a function inside all transformations, fused by `call` if it is given."""
     if not wrapped.is_mapped_gradient:
         return evaluated(wrapped.around(function, call), given, is_eager)
     axes = wrapped.in_axes(wrapped.axes[-1], given)
@@ -70,9 +70,9 @@ def results_of(wrapped, function, given, call=None, is_eager=False):
 
 
 def expected_of(wrapped, given, found):
-    """What the function gives in float64, and a call that tells what it gives as it stands.
+    """Return the function's float64 results, and a callable that computes its results without `fuse`.
 
-    Where the fused function drew, both have what was kept as an argument.
+    If the fused function drew a dropout mask, both receive that mask as an argument.
     """
     kept = [x for x in found.values() if x.dtype == bool]
     given = given | ({KEPT: kept[0]} if kept else {})
@@ -87,7 +87,7 @@ def expected_of(wrapped, given, found):
 
 
 def assert_right(wrapped, implementation=None):
-    """Errors are at most twice the function's own and as much as rounding of the largest number explains."""
+    """Assert that errors are at most twice the function's own errors, plus a rounding of the largest number."""
     given = wrapped.operands()
     call = functools.partial(fuse, implementation=implementation)
     found = results_of(wrapped, wrapped.form, given, call, wrapped.is_eager)
@@ -101,7 +101,7 @@ def assert_right(wrapped, implementation=None):
         assert found[name].shape == wanted.shape, name
         error = np.abs(np.asarray(found[name], np.float64) - wanted).max(initial=0)
         if not error <= slack * np.abs(wanted).max(initial=0):
-            # Gradients that are 0 but for rounding are judged beside the others.
+            # A gradient may be 0 except for rounding, so the slack is relative to the largest of all results.
             own = own or compute_own()
             allowed = np.abs(np.asarray(own[name], np.float64) - wanted).max()
             most = max(np.abs(x).max() for x in expected.values() if x.dtype != bool)
@@ -131,7 +131,7 @@ def test_random_form_kernels_match_the_reference(name):
 
 @pytest.mark.parametrize("seed", DROPOUT_SEEDS)
 def test_dropout_depends_on_the_key_alone(seed):
-    """The same bits by kernels and by XLA, where layers are computed again, and where the mask is not returned."""
+    """Kernels, XLA, checkpointed layers and layers that do not return the mask draw the same bits."""
     form = Form(seed, "dropped", is_tiny=True)
     wrapped, again = Wrapped(form, ()), Wrapped(form, ("checkpoint",))
     given = wrapped.operands()

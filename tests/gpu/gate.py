@@ -1,4 +1,4 @@
-"""A gate on a CUDA stream: what is queued behind it starts once the host opens it, however busy host and GPU are.
+"""A gate on a CUDA stream: work queued behind it starts when the host opens it.
 
 Tests that show "the host did not wait for the device" queue work behind a closed gate. A sleeping kernel of fixed
 length would make them depend on how fast the host is, which shares its cores with other tests.
@@ -20,8 +20,8 @@ def wait_until_open(p_flag, nanoseconds):
 class Gate:
     """A closed gate on the current stream.
 
-    A host that waits for the device would never open the gate, so it opens by itself after `seconds`. A test asserts
-    `gate.is_closed()` where it claims that the host has not waited.
+    A host that waits for the device would never open the gate. The gate therefore opens by itself after `seconds`. A
+    test asserts `gate.is_closed()` to show that the host has not waited.
     """
 
     def __init__(self, seconds: float = 20.0) -> None:

@@ -1,4 +1,4 @@
-"""Appending to a paged cache on a GPU: the kernel against exact results, repeated, in place, and in huge pools."""
+"""Appending to a paged cache on a GPU: accuracy, repeatability, in-place writes and huge pools."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_append_is_exact_and_repeatable(name, implementation):
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_append_rounds_to_nearest_float8(dtype, implementation):
-    """Numbers of eight bits, their middles and what lies beside these."""
+    """The keys are midpoints of adjacent float8 numbers, their float32 neighbours, and values out of range."""
     case = AppendCase(before=(0,), new=(1,), key_heads=1, head_dim=1024, dtype="float32", key_dtype=dtype)
     arguments = case.arguments()
     numbers = np.arange(256, dtype=np.uint8).view(arguments["key_pages"].dtype).astype(np.float32)
@@ -69,7 +69,7 @@ def test_append_writes_donated_pages_in_place(name):
         assert result.unsafe_buffer_pointer() == places[name], name
 
 
-@pytest.mark.xdist_group("large pools")  # one after the other: gigabytes each
+@pytest.mark.xdist_group("large pools")  # one at a time, because each needs gigabytes
 def test_append_to_pools_of_more_than_2_to_the_31_elements_is_exact():
     pages, page_size, heads, size = 2**31 // (16 * 8 * 128) + 5, 16, 8, 128
     pool = jnp.zeros((pages, page_size, heads, size), E5M2)

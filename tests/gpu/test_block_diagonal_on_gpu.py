@@ -1,4 +1,4 @@
-"""The operation on a GPU: every kernel family against the exact result, repeated, poisoned, transformed."""
+"""Block-diagonal attention on a GPU: every kernel family, with NaN poison and transformations."""
 
 import functools
 
@@ -18,7 +18,7 @@ GROUPED = TILE | {"query_heads": 8, "key_heads": 2}
 LENGTHS = (64, 1, 0, 130, 63, 65, 320)
 
 CASES = {
-    # Blocks of 64 rows, heads of 64 and 128: the tuned kernels.
+    # The tuned kernels have blocks of 64 rows and head dimensions of 64 and 128.
     "full tiles": Case(lengths=(256, 256), **TILE),
     "full tiles, heads of 64": Case(lengths=(256, 256), **TILE | {"head_dim": 64}),
     "full tiles, causal fp16": Case(lengths=(256,), is_causal=True, **TILE | {"dtype": "float16"}),
@@ -34,7 +34,7 @@ CASES = {
     "fewer tokens than a tile, grouped, rotary": Case(lengths=(7,), rotary=RotaryCase(), **GROUPED),
     "one tile": Case(lengths=(64,), **TILE | {"query_heads": 1, "key_heads": 1}),
     "windows": Case(lengths=(64, 64, 16, 0, 48, 64, 7), layout="lengths", padding=3, **TILE),
-    # Rotary.
+    # Rotary embedding.
     "half-split": Case(lengths=(256, 256), rotary=RotaryCase(), **TILE),
     "half-split, heads of 64": Case(lengths=(256, 256), rotary=RotaryCase(), **TILE | {"head_dim": 64}),
     "interleaved": Case(lengths=(256, 256), rotary=RotaryCase(interleaved=True), **TILE),
@@ -72,7 +72,7 @@ CASES = {
     "heads of 256, rotary": Case(
         lengths=(150,), rotary=RotaryCase(interleaved=True), is_causal=True, **TILE | {"head_dim": 256}
     ),
-    # The kernels of fused attention.
+    # Kernels shared with fused attention.
     "blocks of 512": Case(lengths=(2048, 2048), **TILE | {"block_size": 512}),
     "blocks of 512, grouped, causal": Case(lengths=(2048,), is_causal=True, **GROUPED | {"block_size": 512}),
     "blocks of 1024, heads of 64": Case(lengths=(2048, 2048), **TILE | {"block_size": 1024, "head_dim": 64}),
@@ -102,7 +102,7 @@ CASES = {
 
 
 def poison_free_memory() -> None:
-    """Fill memory that the next call is likely to be given with NaN, so that an element nobody writes is seen."""
+    """Fill memory that the next call is likely to get with NaN, so that unwritten elements are detected."""
     blocks = [jnp.full((1 << 20,), jnp.nan, jnp.float32) for _ in range(32)]
     jax.block_until_ready(blocks)
 
@@ -149,7 +149,7 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_many_tiles_agree_with_array_code(name):
-    """Enough tiles that every multiprocessor runs several and the last round is not full."""
+    """Every multiprocessor runs several tiles, and the last round is not full."""
     options = dict(LARGE[name])
     shape, (query_heads, key_heads, head_dim) = options.pop("shape"), options.pop("heads")
     interleaved = options.pop("rotary", None)
@@ -184,7 +184,7 @@ def test_many_tiles_agree_with_array_code(name):
     ],
 )
 def test_nan_and_inf_stay_in_their_block(name, poison):
-    """The kernels load whole tiles; what lies past a block's end must not be felt, nor padding anywhere."""
+    """Kernels load whole tiles. Rows past a block's end must not affect other blocks, and padding rows affect none."""
     case = CASES[name]
     operands = case.operands()
     poisoned_block = case.blocks[len(case.blocks) // 2]
@@ -200,9 +200,9 @@ def test_nan_and_inf_stay_in_their_block(name, poison):
 
 
 def test_packed_blocks_of_any_length_match_single_calls():
-    """More tokens than one window holds, so that the kernels go through several; and memory that is no square of them.
+    """The kernels process several windows, because one window does not hold all tokens.
 
-    One call without the other blocks gives the same for each: no block feels another.
+    Memory is linear in tokens. Each block's results match a call without the other blocks.
     """
     lengths = np.random.default_rng(0).integers(0, 2001, 64).astype(np.int32)
     tokens = 1 << 16
@@ -251,7 +251,7 @@ def test_mapped_calls_equal_single_calls_bitwise():
 
 @pytest.mark.multigpu
 def test_two_gpus_under_shard_map_agree_with_one_bitwise():
-    """Batch rows on two GPUs, varying axes checked; key and value replicated, so that their gradients are summed."""
+    """The batch rows are on two GPUs, and key and value are replicated, with varying axes checked."""
     devices = jax.devices()[:2]
     mesh = jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Auto,), devices=devices)
     split, whole = jax.P("batch"), jax.P()

@@ -1,4 +1,4 @@
-"""`context_parallel=` on GPUs, with the kernels of long sequences: results and gradients are those of one GPU."""
+"""`context_parallel=` on GPUs, with the kernels of long sequences: results and gradients match one GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -83,5 +83,5 @@ def test_context_parallel_attention_matches_one_gpu(attend, strategy, devices):
     for one, other, second in zip(found, expected, again, strict=True):
         one, other, second = (np.asarray(x, np.float32) for x in (one, other, second))
         np.testing.assert_array_equal(one, second)
-        # Shares of gradients that are added up are rounded to bfloat16 once each.
+        # Each partial gradient is rounded to bfloat16 before the sum.
         assert np.linalg.norm(one - other) <= 5e-3 * np.linalg.norm(other)

@@ -1,4 +1,4 @@
-"""The main job on a GPU: the kernels inside a Flax model that trains, against dense attention."""
+"""The demo on a GPU: a Flax model trains with the kernels and is compared with dense attention."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
 def test_demo_trains_and_agrees_with_dense_attention(tmp_path):
-    """In a process of its own, as a user runs it; the command itself fails where the two losses disagree."""
+    """The demo runs in a separate process and fails if the two losses disagree."""
     plot = tmp_path / "loss.png"
     command = [sys.executable, "-m", "blockdiag", "demo", "--steps", "20", "--output", str(plot)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)

@@ -33,7 +33,7 @@ def test_operation_with_sharded_heads_matches_one_gpu(name, kind):
 
 @pytest.mark.parametrize(("name", "gathers"), [("block_diagonal", 1), ("moba", 2)])
 def test_sharded_tokens_are_gathered_with_a_warning(name, gathers):
-    """XLA gathers all three at once, and what queries chose, which it spreads over the GPUs first."""
+    """XLA gathers query, key and value at once. It first shards and then gathers the chosen blocks."""
     call = CALLS[name]
     specs = dict.fromkeys(("query", "key", "value"), P(None, "data"))
     with pytest.warns(UserWarning, match=r"every device needs all of it: it is gathered"):
@@ -43,7 +43,7 @@ def test_sharded_tokens_are_gathered_with_a_warning(name, gathers):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["block_diagonal", "moba"])
 def test_operation_with_fewer_key_heads_than_gpus_shards_query_heads(name, kind):
-    """Each GPU reads the key head that its query heads have; XLA gathers both gradients of keys and values at once."""
+    """Each GPU reads the key head of its query heads. XLA gathers the gradients of keys and values at once."""
     call = CALLS[name]
     specs = head_specs(call, "model", ("query",))
     assert_divides(computed(call), call.arrays(2), specs, kind, {"all-gather": 1}, shape=(1, 2))

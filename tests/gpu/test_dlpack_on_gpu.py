@@ -1,4 +1,4 @@
-"""The bridges on a GPU: the same memory, in the right order, and never reused too early."""
+"""DLPack bridges on a GPU share memory, keep the order of streams, and never let memory be reused too early."""
 
 import functools
 import gc
@@ -14,9 +14,9 @@ from tests.gpu.gate import Gate
 
 pytestmark = pytest.mark.gpu
 
-# About 50 ms on a GPU of 1 to 2 GHz: far longer than the host needs for anything here.
+# The sleep takes about 50 ms at 1 to 2 GHz, far longer than the host needs for anything here.
 SLEEP = 80_000_000
-# A host that shares its cores may look too late now and then, but not each time.
+# A busy host may look too late now and then, but not each time.
 NEVER_RUNNING = "the computation was never slow enough to show anything"
 ELEMENTS = 1 << 22
 SIDE = 2048
@@ -42,7 +42,7 @@ def stream(request):
 
 @pytest.fixture(autouse=True)
 def idle():
-    # Compiled here, and not where a test counts on a kernel that is still running.
+    # The fence is compiled here, because tests may count on a kernel that is still running.
     _lifetimes._start_fence(torch.cuda.current_device())
     yield
     torch.cuda.synchronize()
@@ -51,12 +51,12 @@ def idle():
 
 @functools.cache
 def slow_then(function):
-    """A JAX function that multiplies large matrices for some 50 ms before it reads its argument."""
+    """Return a JAX function that multiplies large matrices for about 50 ms before it reads its argument."""
 
     @jax.jit
     def slow(x, matrix):
         spin = jax.lax.fori_loop(0, 400, lambda _, y: y @ matrix, matrix)
-        # The argument is read only once the product is there.
+        # The barrier delays the read until the product is finished.
         x, spin = jax.lax.optimization_barrier((x, spin[0, 0]))
         return function(x) + (spin * 0).astype(x.dtype)
 
@@ -177,7 +177,7 @@ def test_wrap_jax_on_several_streams_keeps_results_apart():
 
 
 def test_array_freed_while_torch_reads_keeps_its_memory(stream, path):
-    """JAX would hand the memory to its next computation, which runs beside torch's waiting kernel."""
+    """JAX would reuse the freed memory for its next computation, which runs beside torch's waiting kernel."""
     jax_churn(0)
     copies = []
     for value in range(4):
@@ -207,7 +207,7 @@ def test_wrapped_result_freed_while_torch_reads_keeps_its_memory(stream):
 
 
 def test_tensor_freed_while_jax_reads_keeps_its_memory(stream, path):
-    """torch would hand the memory to its next operation, which runs beside JAX's long computation."""
+    """torch would reuse the freed memory for its next operation, which runs beside JAX's long computation."""
     slow = slow_then(plus_one)
     slow(jnp.ones(ELEMENTS, jnp.float32), matrix()).block_until_ready()
     weights = matrix().block_until_ready()
@@ -229,7 +229,10 @@ def test_tensor_freed_while_jax_reads_keeps_its_memory(stream, path):
 
 
 def test_operand_of_another_stream_freed_at_once_keeps_its_memory():
-    """Memory of one stream, read by JAX on behalf of another, dropped at once, and asked for again on the first."""
+    """JAX reads a tensor of one stream for another stream.
+
+    The tensor is freed at once, and the first stream then allocates memory of the same size.
+    """
     owner, caller = torch.cuda.Stream(), torch.cuda.Stream()
     slow, weights = slow_then(plus_one), matrix()
     wrapped = wrap_jax(lambda x, w: slow(x, w))
@@ -305,7 +308,7 @@ def test_gradients_on_a_side_stream_match_torch(stream):
 
 
 def test_training_with_freed_intermediates_matches_torch(stream):
-    """Ten steps in which every intermediate is dropped at once, against the same steps in torch."""
+    """Ten steps that free every intermediate at once match the same steps in torch."""
     wrapped = wrap_jax(lambda x, w: jnp.sin(x) * w)
     weights = torch.ones(ELEMENTS // 4, device="cuda", requires_grad=True)
     twin = weights.detach().clone().requires_grad_()
@@ -363,7 +366,7 @@ def test_crossing_on_the_second_gpu_keeps_the_memory():
 
 @pytest.mark.multigpu
 def test_crossings_leave_the_current_device_alone():
-    """JAX leaves a thread on the GPU that it used last; torch's users must not notice."""
+    """JAX leaves a thread on the GPU that it used last, which users of torch must not notice."""
     tensor = torch.arange(8.0, device="cuda:1", requires_grad=True)
     wrapped = wrap_jax(lambda x: x * x)
     assert torch.cuda.current_device() == 0

@@ -1,4 +1,4 @@
-"""`python -m blockdiag doctor` on a GPU: the kernels that programs use are run, and right."""
+"""`python -m blockdiag doctor` on a GPU runs the kernels that programs use and checks their results."""
 
 import json
 import os
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def entries() -> list[dict]:
-    """What a process of its own finds out about each implementation, as a user starts it."""
+    """Return what the command reports about each implementation, run in a separate process."""
     command = [sys.executable, "-m", "blockdiag", "doctor", "--json"]
     environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false")
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)

@@ -1,4 +1,4 @@
-"""Dropout in generated kernels on a GPU: the bits of a CPU, and gradients that use them."""
+"""Dropout in generated kernels on a GPU has the same bits as on a CPU, and gradients use them."""
 
 import jax
 import numpy as np

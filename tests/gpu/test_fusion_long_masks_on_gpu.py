@@ -1,4 +1,4 @@
-"""Tables of tiles on a GPU: kernels go through tiles in every form, both ways, and through masks of long arrays."""
+"""Tile tables on a GPU: every form of table in the forward and backward pass, and masks of long arrays."""
 
 import functools
 
@@ -69,7 +69,7 @@ def test_every_tile_table_form_matches_the_reference_with_gradients(mask, kind, 
 
 
 def test_documents_of_a_long_call_match_separate_attention():
-    """Ranges of tiles that XLA makes of segments: of 262,144 tokens there are too many tiles for lists."""
+    """XLA computes ranges of tiles from segments, because 262,144 tokens have too many tiles for lists."""
     count, length = 256, 1024
     shape = (3, 1, count * length, 1, 64)
     given = [x.astype(jnp.bfloat16) for x in jax.random.normal(jax.random.key(0), shape)]

@@ -1,4 +1,4 @@
-"""Fused kernels on a GPU: every variant of the gallery in bfloat16 against float64, and repeated."""
+"""Fused kernels on a GPU: every variant of the gallery in bfloat16, compared with float64 and repeated."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Biases in shared memory, on a GPU: results and gradients in 16 bits against float32, and repeated."""
+"""Biases in shared memory on a GPU: 16-bit results and gradients, compared with float32 and repeated."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def compiled(function):
-    """A function of inputs and a cotangent that returns the result and the gradients of all inputs, by name."""
+    """Return a function of inputs and a cotangent that returns the result and the gradients of all inputs, by name."""
 
     @jax.jit
     def compute(inputs, cotangent):
@@ -29,18 +29,18 @@ def compiled(function):
 
 
 def results(function, inputs, cotangent):
-    """The result and the gradients of all inputs, by name."""
+    """Return the result and the gradients of all inputs, by name."""
     return compiled(function)(inputs, cotangent)
 
 
 def exact_results(function, inputs, cotangent):
-    """The same in float32."""
+    """Return the result and the gradients of all inputs in float32, by name."""
     with jax.default_matmul_precision("highest"):
         return results(function, {x: array.astype(jnp.float32) for x, array in inputs.items()}, cotangent)
 
 
 def allowed(rough, exact, dtype):
-    """Twice the function's own error in 16 bits, and two units in the last place of the largest element."""
+    """Return the allowed error: twice the plain 16-bit error plus two units in the last place of the maximum."""
     unit = 2.0 ** (np.ceil(np.log2(np.abs(exact).max())) - (8 if dtype == "bfloat16" else 11))
     return 2 * np.abs(rough - exact).max() + 2 * unit
 
@@ -61,7 +61,7 @@ def test_resident_kernels_are_as_accurate_as_the_function(name):
         np.testing.assert_array_equal(found[key], again[key])
         actual, other = found[key], rough[key]
         if name.endswith("masked"):
-            # The first row sees no key: 0 in fused functions, and something else in others.
+            # The first row sees no key. Fused functions return 0 there, and plain functions do not.
             if key in ("mask", "pair"):
                 continue
             exact, actual, other = (x[:, 1:] for x in (exact, actual, other))
@@ -72,7 +72,7 @@ def test_resident_kernels_are_as_accurate_as_the_function(name):
 
 @pytest.mark.parametrize("name", ["many_rows", "many_wide_rows"])
 def test_resident_gradients_without_a_bias_gradient_are_accurate(name):
-    """By rows in a kernel of its own."""
+    """A separate kernel computes these gradients row by row."""
     case = CASES[name]
     inputs = case.inputs()
     pair = inputs.pop("pair")

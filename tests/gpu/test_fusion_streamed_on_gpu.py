@@ -1,4 +1,4 @@
-"""Keys and values that stream through shared memory, on a GPU: results and gradients against float32, and repeated."""
+"""Keys and values that stream through shared memory on a GPU: results and gradients, checked against float32."""
 
 import jax
 import jax.numpy as jnp

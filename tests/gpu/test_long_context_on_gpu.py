@@ -1,4 +1,4 @@
-"""examples/long_context.py over all GPUs with the kernels: it trains as one GPU does, and resumes to the last bit."""
+"""examples/long_context.py on all GPUs with the kernels: training matches one GPU, and resuming is bitwise exact."""
 
 import importlib
 import sys
@@ -20,14 +20,14 @@ SIZES = {"context": 2048, "batch_size": 2, "width": 512, "heads": 8, "block_size
 
 @pytest.fixture(autouse=True)
 def usual_promotion():
-    """Flax needs JAX's usual promotion, which the other tests go without."""
+    """Restore JAX's usual promotion, which Flax needs and the other tests disable."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture
 def example(monkeypatch):
-    """The modules of the example."""
+    """Yield the modules of the example."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     names = ("model", "train")
     yield SimpleNamespace(**{name: importlib.import_module(f"long_context_{name}") for name in names})

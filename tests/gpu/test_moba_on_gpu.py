@@ -1,4 +1,4 @@
-"""The MoBA kernels on a GPU: as accurate as the tests of the interpreter ask, with the kernels that only a GPU runs."""
+"""The MoBA kernels on a GPU, including those that no interpreter runs, at the accuracy of the interpreter's tests."""
 
 import jax
 import jax.numpy as jnp
@@ -60,25 +60,25 @@ def test_moba_routing_matches_exact_routing(name):
     case = CASES[name]
     chosen, (expected, scores) = case.route("triton"), exact_routing(case, case.operands())
     np.testing.assert_array_equal(chosen >= 0, expected >= 0)
-    # Scores are float32: only nearly equal ones may change places.
+    # Scores are float32, so only nearly equal scores may change places.
     for n, t in zip(*np.nonzero((chosen != expected).any(-1)), strict=True):
         row, best = (x[n, t][x[n, t] >= 0] for x in (chosen, expected))
         np.testing.assert_allclose(scores[n, t, row], scores[n, t, best], rtol=3e-5, atol=1e-5)
 
 
 def test_moba_routing_of_many_blocks_matches_xla():
-    """Thousands of queries, where the quick comparison of scores is often too close to call."""
+    """The call has thousands of queries, for which the fast comparison of scores is often inconclusive."""
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 4096, 2, 64), jnp.bfloat16)
     ours = blockdiag.moba_routing(query, key, block_size=16, top_k=8, implementation="triton").indices
     with jax.default_matmul_precision("highest"):
         other = blockdiag.moba_routing(query, key, block_size=16, top_k=8, implementation="xla").indices
     differ = np.any(np.sort(ours, -1) != np.sort(other, -1), axis=-1)
-    assert differ.mean() < 1e-3  # sums of float32 in another order
+    assert differ.mean() < 1e-3  # float32 sums are computed in another order
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_make_lists_of_few_heads_and_many_queries_matches_numpy(heads):
-    """Few heads are counted in more spans than many heads are."""
+    """The kernels count few heads in more spans than many heads."""
     case = MoBACase(
         lengths=(100_037,), query_heads=heads, key_heads=heads, head_dim=128, block_size=128, slots=5, dtype="bfloat16"
     )

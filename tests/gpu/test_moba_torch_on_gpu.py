@@ -1,4 +1,4 @@
-"""MoBA in torch on a GPU: the same bits as JAX, on the current stream, in CUDA graphs, and the host never waits."""
+"""MoBA in torch on a GPU: bitwise equality with JAX, streams and CUDA graphs, without host synchronisation."""
 
 import copy
 import dataclasses
@@ -68,19 +68,19 @@ def forget_compiled_functions():
 
 
 def in_jax(case, **more):
-    """Output, log-sum-exp and gradients of the JAX function."""
+    """Return output, log-sum-exp and gradients of the JAX function."""
     function = functools.partial(moba_cases.value_and_gradients, case.attend("triton", **more))
     return jax.jit(function)(*case.operands())
 
 
 def edited_routing(case):
-    """In JAX: some blocks that are not the best, own ones missing, and numbers of no block."""
+    """Return a JAX routing with blocks that are not the best, missing own blocks, and invalid block numbers."""
     routing = jax.jit(case.route("triton"))(*case.operands()[:2])
     indices = np.random.default_rng(3).integers(-2, routing.num_blocks + 2, routing.indices.shape, dtype=np.int32)
     return dataclasses.replace(routing, indices=jnp.asarray(indices))
 
 
-# The same bits
+# Bitwise equality with JAX
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -152,11 +152,11 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib"}
     assert result.returncode == 0, result.stderr
 
 
-# Tensors as they come
+# Layouts and devices of operands
 
 
 def test_misaligned_and_strided_operands_give_equal_results():
-    """Misaligned, strided and transposed operands, masks and cotangents."""
+    """Masks and cotangents are strided or transposed, too."""
     case = CASES["float32"]
     query, key, value, cotangent, log_sum_cotangent = tensors_of(case, GPU)
     expected = results_of(case, GPU)
@@ -219,7 +219,7 @@ def test_operands_on_another_device_or_of_another_dtype_raise_value_error():
 @pytest.mark.multigpu
 @pytest.mark.parametrize("via", [None, "jax"])
 def test_moba_on_the_second_gpu_equals_the_first(via):
-    """Tensors of a device that is not the current one."""
+    """The tensors are not on the current device."""
     assert torch.cuda.current_device() == 0
     results = results_of(PACKED, "cuda:1", via=via)
     assert all(x.device.index == 1 for x in results)
@@ -232,7 +232,7 @@ def test_moba_on_the_second_gpu_equals_the_first(via):
 
 @pytest.mark.parametrize("via", [None, "jax"])
 def test_moba_runs_on_the_current_stream(via):
-    """Inputs are written late on a side stream: a kernel on another stream would read what was there before."""
+    """Inputs are written late on a side stream, so a kernel on another stream would read the old values."""
     function, operands = attend(PACKED, GPU, via=via), tensors_of(PACKED, GPU)
     expected = value_and_gradients(function, *operands)
     late = [torch.zeros_like(x) for x in operands]
@@ -270,7 +270,7 @@ def test_native_moba_does_not_synchronise_the_host(name, is_given):
 
 
 def captured(run):
-    """A graph of `run`, after it has run on a side stream once, and the results that each replay writes."""
+    """Return a CUDA graph of `run`, captured after a run on a side stream, and the results that each replay writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -334,17 +334,17 @@ def test_capture_of_the_path_through_jax_raises_runtime_error():
         pytest.raises(RuntimeError, match=r"cannot capture the path through JAX"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        query + 1  # an empty graph would be warned of
+        query + 1  # torch warns of empty graphs
         function(query, key, value)
 
 
-# What torch does with operators
+# Compilation, autocast and modules
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # the compiler's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # warnings of the compiler
 @pytest.mark.parametrize("name", ["batch", "grouped, packed"])
 def test_compiled_moba_runs_in_cuda_graphs(name):
-    """Forward and backward of several steps with new tensors each, in one graph that CUDA graphs may hold."""
+    """The forward and backward passes of several steps with new tensors run in one graph."""
     function = attend(CASES[name], GPU)
 
     def layer(query, key, value):
@@ -371,7 +371,7 @@ def test_compiled_moba_runs_in_cuda_graphs(name):
 def test_operators_pass_opcheck(name):
     case = CASES[name]
     lists = list_arguments(case, GPU)
-    # Entries that no list covers are whatever the memory held, so that results cannot be compared.
+    # Entries that no list covers are uninitialised memory, so results cannot be compared.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(OPERATORS.moba_lists, tuple(lists), test_utils=checks)
     torch.library.opcheck(OPERATORS.moba_routing, (*lists[:5], *lists[8:]))
@@ -397,7 +397,7 @@ def test_autocast_and_checkpointing_equal_the_bfloat16_call():
 
 
 def test_moba_module_matches_the_cpu():
-    """One step of the module, packed, against the same module on the CPU."""
+    """The packed module runs one training step on both devices."""
     torch.manual_seed(0)
     module = MoBASelfAttention(
         128, 4, num_key_heads=2, block_size=32, top_k=3, key_convolution_size=3, rotary_max_position=256
@@ -411,5 +411,5 @@ def test_moba_module_matches_the_cpu():
         output.square().mean().backward()
         results.append([output.detach().cpu(), *(p.grad.cpu() for p in one.parameters())])
     for actual, expected in zip(*reversed(results), strict=True):
-        # A near tie may be decided otherwise for a query or two.
+        # Near ties may be decided differently for a query or two.
         assert (actual - expected).norm() <= 2e-2 * expected.norm()

@@ -1,4 +1,4 @@
-"""NaN on a GPU: kernels make NaN of what XLA and the reference make NaN of, and of nothing else."""
+"""NaN on a GPU: kernels return NaN exactly where XLA and the reference do."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def test_fuse_with_nan_in_scores_gives_nan_where_xla_does(name, dtype):
     function = attention(FUNCTIONS[name])
     given = operands(dtype)
     found = with_gradients(jax.jit(fuse(function, implementation="triton")), given)
-    # Kernels compute scores in float32. In 16 bits, or from products in tf32, some are 0 or at a bound that are not.
+    # Kernels compute scores in float32. In 16 bits or with tf32 products, other scores would be 0 or at a bound.
     with jax.default_matmul_precision("highest"):
         expected = with_gradients(jax.jit(function), [x.astype(jnp.float32) for x in given])
     for one, other in zip(found, expected, strict=True):
@@ -38,7 +38,7 @@ def test_relu_of_nan_scores_makes_their_rows_nan():
 
 
 def assert_same_nan_of_rows(function, inputs):
-    """Results and the queries' gradients have NaN where plain code has it; returns how many results that are."""
+    """Assert that results and query gradients have NaN where plain code does, and return the number of NaN results."""
 
     def computed(function):
         others = {name: x for name, x in inputs.items() if name != "query"}
@@ -86,7 +86,7 @@ def test_operation_with_one_nan_makes_the_rows_of_the_reference_nan(name, dtype)
 
 
 def assert_differ_in_hidden_rows_only(one, other, block_size, operand, row):
-    """NaN is in the same rows, but for those of the same causal block that are hidden from each other."""
+    """Assert that NaN differs only in rows that are hidden from each other within a causal block."""
     one, other = (np.isnan(np.asarray(x, np.float32)) for x in (one, other))
     rows = np.argwhere(one != other)[:, 0]
     is_hidden = rows // max(block_size, 1) == row // max(block_size, 1)
@@ -94,7 +94,7 @@ def assert_differ_in_hidden_rows_only(one, other, block_size, operand, row):
     assert is_hidden.all(), (operand, row, rows)
 
 
-# Shapes that Hopper has kernels of its own for.
+# Hopper has separate kernels for these shapes.
 @pytest.mark.parametrize("implementation", ["triton", "pallas"])
 @pytest.mark.parametrize("operand", range(3))
 def test_wide_block_diagonal_with_one_nan_makes_the_rows_of_the_reference_nan(operand, implementation):
@@ -123,7 +123,7 @@ def test_wide_moba_with_one_nan_makes_the_rows_of_the_reference_nan(operand):
         return [*results, *pull(jax.tree.map(jnp.ones_like, results))]
 
     found, expected = compute("triton"), compute("reference")
-    # A query with a NaN may make NaN of the keys of its own block that it does not see: 0 times NaN in a product.
+    # A query with NaN may turn keys of its block that it does not see into NaN, because a product has 0 * NaN.
     blocks = np.unique(np.argwhere(np.isnan(np.asarray(expected[0], np.float32)))[:, 0] // 64)
     for one, other in zip(found, expected, strict=True):
         one, other = (np.isnan(np.asarray(x, np.float32)) for x in (one, other))

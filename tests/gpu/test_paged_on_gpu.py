@@ -1,4 +1,4 @@
-"""Paged attention and MoBA over a paged cache on a GPU, from JAX: accurate, compiled once, and in place."""
+"""Paged attention and MoBA over a paged cache on a GPU, from JAX: accuracy, compilation and in-place updates."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ CASES = {
 
 
 def compiled(case):
-    """The public function of a case's arrays, compiled for CUDA, which chooses the kernels by itself."""
+    """Return the public function of a case's arrays, compiled for CUDA with the default kernels, and the arrays."""
     arguments = case.arguments()
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)}
     options = {name: x for name, x in arguments.items() if name not in arrays}
@@ -74,7 +74,7 @@ def test_fixed_split_size_results_do_not_depend_on_the_batch():
 
 
 def test_a_decode_step_compiles_once_and_keeps_its_cache_in_place():
-    """Append and attend, pages donated: the same memory after every step, and results of an uncached softmax."""
+    """Each step appends and attends with donated pages, and the outputs match an uncached softmax."""
     generator = np.random.default_rng(0)
     tokens, heads, size = 40, 2, 64
     shape = (1, tokens, heads, size)
@@ -99,9 +99,9 @@ def test_a_decode_step_compiles_once_and_keeps_its_cache_in_place():
     np.testing.assert_allclose(jnp.stack(outputs, axis=1), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.xdist_group("large pools")  # one after the other: gigabytes each
+@pytest.mark.xdist_group("large pools")  # one at a time, because each needs gigabytes
 def test_paged_attention_with_pools_of_more_than_2_to_the_31_elements_is_exact():
-    """Pages at the end of a pool of more than 2**31 elements are those of a small pool, bit by bit."""
+    """Pages at the end of such a pool give the same bits as pages of a small pool."""
     sizes = (16, 8, 128)
     num_pages = 2**31 // (16 * 8 * 128) + 9
     small = jax.random.normal(jax.random.key(0), (9, *sizes), jnp.float32).astype(E4M3)

@@ -1,4 +1,4 @@
-"""Paged caches in torch on a GPU: exact, the same bits as JAX, in place, in CUDA graphs, and the host never waits."""
+"""Paged caches in torch on a GPU: equality with JAX, in-place updates and CUDA graphs, without host synchronisation."""
 
 import dataclasses
 import functools
@@ -76,12 +76,12 @@ def forget_compiled_functions():
 
 
 def attend(arguments, **more):
-    """Output and log-sum-exp."""
+    """Return output and log-sum-exp."""
     return paged_attention(**arguments, **more, return_residual=True)
 
 
 def in_jax(case):
-    """The same of the JAX function."""
+    """Return output and log-sum-exp of the JAX function."""
     splits = {"split_size": case.split_size} if case.split_size else {"num_splits": case.num_splits}
     return blockdiag.paged_attention(**case.arguments(), **splits, return_residual=True)
 
@@ -101,7 +101,7 @@ def test_native_paged_attention_is_accurate_and_equals_jax_bitwise(name):
     assert_same_bits(attend(arguments), native)
     assert_same_bits(in_jax(case), native)
     assert_same_bits(attend(arguments, via="jax"), native)
-    # The registered operator, which calls go past in eager mode.
+    # Eager calls bypass the registered operator.
     assert_same_bits(OPERATORS.paged_attention(*operator_arguments(arguments)), native)
 
 
@@ -124,7 +124,7 @@ def test_packed_queries_equal_batched_queries_bitwise(via):
 
 
 def test_out_of_range_lengths_and_pages_are_clipped():
-    """Lengths, page numbers and offsets that are not checked on a GPU are memory safe, and mean what JAX's mean."""
+    """Integers that are not checked on a GPU are memory safe and have the same meaning as in JAX."""
     case = replace(query_tokens=3, kv_lengths=(60, 70, 5))
     problem, arguments = case.problem, arguments_of(case, GPU)
     integers = functools.partial(torch.tensor, dtype=torch.int32, device=GPU)
@@ -136,7 +136,7 @@ def test_out_of_range_lengths_and_pages_are_clipped():
         query_lengths=integers([0, 3, 2]),
         page_table=table.clamp(0, problem.num_pages - 1),
     )
-    # Every page holds numbers, so that each would show where it is read.
+    # Every page holds numbers, so that reading it would change the result.
     pool = {name: torch.randn_like(arguments[name]) for name in ("key_pages", "value_pages")}
     assert_same_bits(attend(arguments | pool | wild), attend(arguments | pool | tame))
     packed = arguments | pool | {"query": torch.randn(6, 8, 128, device=GPU, dtype=torch.bfloat16)}
@@ -165,7 +165,7 @@ def test_misaligned_and_strided_operands_are_copied_except_pages():
 
 
 def test_scalar_and_tensor_scales_equal_jax_bitwise():
-    """A number, a tensor [] and one [B, K] are the same bits, and so are those of JAX."""
+    """A number, a tensor [] and a tensor [B, K] give the same bits as JAX."""
     case = CASES["e4m3, pages of 3, split"]
     arguments, names = arguments_of(case, GPU), ("key_scale", "value_scale", "query_scale")
     forms = (1.5, torch.tensor(1.5, device=GPU), torch.full((6, 2), 1.5, device=GPU))
@@ -210,7 +210,7 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib"}
 
 
 def test_merged_states_of_parts_match_the_whole():
-    """A first part of the keys, by a table of its own columns, and the rest."""
+    """The first 160 keys and the rest, which has a separate page table, are merged."""
     case = replace(kv_lengths=(500, 400), page_size=16)
     arguments = arguments_of(case, GPU) | {"num_splits": None}
     first = arguments | dict(kv_lengths=torch.full((2,), 160, dtype=torch.int32, device=GPU))
@@ -221,9 +221,9 @@ def test_merged_states_of_parts_match_the_whole():
     assert_accurate(case, as_arrays(merged))
 
 
-@pytest.mark.xdist_group("large pools")  # one after the other: gigabytes each
+@pytest.mark.xdist_group("large pools")  # one at a time, because each needs gigabytes
 def test_pools_of_more_than_2_to_the_31_elements_are_read_and_written_exactly():
-    """Pages at the end of a pool of more than 2**31 elements are those of a small pool, bit by bit."""
+    """Pages at the end of such a pool give the same bits as pages of a small pool."""
     sizes = (16, 8, 128)
     num_pages = 2**31 // (16 * 8 * 128) + 9
     generator = torch.Generator(GPU).manual_seed(0)
@@ -296,7 +296,7 @@ def test_moba_paged_attention_is_accurate_and_equals_jax_bitwise(name):
 
 
 class Decoder:
-    """A cache with its lengths, new tokens, and what a decode step makes of them in static memory."""
+    """A cache with lengths and new tokens, and a decode step on this static memory."""
 
     def __init__(self) -> None:
         generator = torch.Generator(GPU).manual_seed(0)
@@ -314,7 +314,7 @@ class Decoder:
         }
 
     def step(self) -> list[torch.Tensor]:
-        """Append a token to each sequence, attend to all keys and to chosen blocks, and packed: no host needed."""
+        """Append a token to each sequence and attend to all keys, as packed queries and to chosen blocks."""
         state = dict(self.state)
         query, key, value = (state.pop(name) for name in ("query", "key", "value"))
         centroids = state.pop("key_centroids")
@@ -342,7 +342,7 @@ def test_decode_step_does_not_synchronise_the_host():
 
 
 def test_decode_step_runs_on_the_current_stream():
-    """Everything is written late on a side stream: a kernel on another stream would read what was there before."""
+    """Inputs are written late on a side stream, so a kernel on another stream would read the old values."""
     expected = Decoder().step()
     late, source = Decoder(), Decoder()
     for tensor in late.state.values():
@@ -360,14 +360,14 @@ def test_decode_step_runs_on_the_current_stream():
 
 
 def test_cuda_graphs_read_new_lengths_tables_and_pages():
-    """One graph replays steps of other lengths; caches, centroids and results are those of eager steps."""
+    """Replays with other lengths match eager steps in results, caches and centroids."""
     decoder, eager = Decoder(), Decoder()
     graph, results = captured(decoder.step)
     for name, tensor in decoder.state.items():
         tensor.copy_(eager.state[name])
     for seed in range(4):
         if seed == 2:
-            # Other sequences in other pages, one of them new.
+            # The sequences then have other pages, and one sequence is new.
             lengths = torch.tensor([0, 318, 31], dtype=torch.int32, device=GPU)
             table = eager.state["page_table"].flip(0, 1).contiguous()
             for one in (decoder, eager):
@@ -393,13 +393,12 @@ def test_capture_of_the_path_through_jax_raises_runtime_error():
         pytest.raises(RuntimeError, match=r"cannot capture the path through JAX"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        arguments["query"] + 1  # an empty graph would be warned of
+        arguments["query"] + 1  # torch warns of empty graphs
         attend(arguments, via="jax")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # the compiler's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # warnings of the compiler
 def test_compiled_paged_attention_runs_in_cuda_graphs():
-    """Attention in one graph that CUDA graphs may hold."""
     arguments = arguments_of(DECODE, GPU) | {"key_scale": 0.5}
     query = arguments.pop("query")
 
@@ -418,7 +417,7 @@ def test_compiled_paged_attention_runs_in_cuda_graphs():
     assert not counters["graph_break"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # the compiler's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # warnings of the compiler
 def test_a_compiled_step_writes_in_place():
     decoder, eager = Decoder(), Decoder()
     places = {name: x.data_ptr() for name, x in decoder.state.items()}
@@ -433,7 +432,7 @@ def test_a_compiled_step_writes_in_place():
 def test_operators_pass_opcheck():
     case = replace(kv_lengths=(65, 300), num_splits=2)
     arguments = arguments_of(case, GPU)
-    # Poison does not equal itself.
+    # NaN poison is not equal to itself.
     arguments |= {name: arguments[name].nan_to_num() for name in ("key_pages", "value_pages")}
     torch.library.opcheck(OPERATORS.paged_attention, tuple(operator_arguments(arguments)))
     new = torch_append.operator_arguments(**{name: x.to(GPU) for name, x in torch_append.good_tensors().items()})
@@ -456,7 +455,7 @@ def test_derivatives_raise_type_error():
 @pytest.mark.multigpu
 @pytest.mark.parametrize("via", [None, "jax"])
 def test_paged_attention_on_the_second_gpu_equals_the_first(via):
-    """Tensors of a device that is not the current one."""
+    """The tensors are not on the current device."""
     results = attend(arguments_of(FULL, "cuda:1"), via=via)
     assert all(x.device.index == 1 for x in results)
     assert_same_bits(results, attend(arguments_of(FULL, GPU)))
@@ -464,7 +463,7 @@ def test_paged_attention_on_the_second_gpu_equals_the_first(via):
 
 
 def test_paged_attention_of_empty_calls_returns_zeros():
-    """Nothing to attend to, in the shapes that a server may meet."""
+    """Calls have no keys, no table columns or no sequences, as a server may meet."""
     arguments = to_tensors(
         dict(
             query=jnp.ones((2, 1, 4, 8), jnp.bfloat16),

@@ -1,4 +1,4 @@
-"""`context_parallel=` on GPUs, through NCCL: what tests/torch/test_context_parallel.py checks, with kernels."""
+"""`context_parallel=` on GPUs through NCCL: the checks of tests/torch/test_context_parallel.py, with kernels."""
 
 import pytest
 
@@ -45,7 +45,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def all_gpus(tmp_path_factory):
-    """As many processes as there are GPUs, at most 8, in pairs."""
+    """Yield a function that runs a worker in one process per GPU, in an even number of at most 8."""
     count = min(torch.cuda.device_count() // 2 * 2, 8)
     with several_processes(tmp_path_factory.mktemp("store"), count, "cuda") as run:
         yield lambda name, *arguments: run(name if "." in name else f"context_worker.{name}", *arguments)

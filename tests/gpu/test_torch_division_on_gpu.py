@@ -1,4 +1,4 @@
-"""DTensors on GPUs, through NCCL: what the tests of processes on CPUs check, with kernels, over 2, 4 or 8 GPUs."""
+"""DTensors on GPUs through NCCL: the checks of the CPU processes' tests with kernels, over 2, 4 or 8 GPUs."""
 
 import pytest
 
@@ -35,7 +35,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def all_gpus(tmp_path_factory):
-    """As many processes as there are GPUs, at most 8, in pairs."""
+    """Yield a function that runs a worker in one process per GPU, in an even number of at most 8."""
     count = min(torch.cuda.device_count() // 2 * 2, 8)
     with several_processes(tmp_path_factory.mktemp("store"), count, "cuda") as run:
         yield lambda name, *arguments: run(f"division_worker.{name}", *arguments)

@@ -1,4 +1,4 @@
-"""`blockdiag.torch.fuse` on a GPU: variants of the gallery in bfloat16 against float64, streams, CUDA graphs."""
+"""`blockdiag.torch.fuse` on a GPU: accuracy of gallery variants in bfloat16, streams and CUDA graphs."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ pytestmark = [
 
 GPU = "cuda:0"
 SIZES = Sizes(rows=2, query_tokens=200, key_tokens=200, head_dim=64, value_dim=64, dtype="bfloat16")
-# One for each structure.
+# There is one variant for each structure.
 NAMES = (
     "vanilla",
     "library_causal_grouped",
@@ -51,7 +51,7 @@ NAMES = (
 
 
 def arguments_of(name, seed=0):
-    """Inputs of a variant, by name, and cotangents of its outputs."""
+    """Return the inputs of a variant by name, and cotangents of its outputs."""
     with promotion(name):
         inputs, cotangent = operands(name, SIZES, seed)
     tensors = {key: to_tensor(x, GPU) for key, x in inputs.items()}
@@ -59,7 +59,7 @@ def arguments_of(name, seed=0):
 
 
 def value_and_gradients(name, fused, tensors, cotangents):
-    """Outputs and gradients by name."""
+    """Return outputs and gradients by name."""
     wanted = VARIANTS[name].differentiable
     leaves = {key: x.detach().requires_grad_(key in wanted) for key, x in tensors.items()}
     with promotion(name):
@@ -70,7 +70,7 @@ def value_and_gradients(name, fused, tensors, cotangents):
 
 
 def poison_free_memory():
-    """Fill memory that torch is likely to hand out next with NaN, so that an element nobody writes is seen."""
+    """Fill memory that torch is likely to hand out next with NaN, so that unwritten elements are detected."""
     blocks = [torch.full((1 << size,), torch.nan, device=GPU) for size in range(8, 24) for _ in range(4)]
     del blocks
 
@@ -92,7 +92,7 @@ def test_variant_is_accurate_and_repeatable(name):
         assert np.any(array != 0), result
     poison_free_memory()
     again = value_and_gradients(name, fused, *arguments)
-    # The gradient of a gathered table is outside of the kernels: XLA scatters it in any order.
+    # Kernels do not compute the gradient of a gathered table. XLA scatters it in any order.
     kept = [key for key in results if key != "gradient of table"]
     assert_same_bits([again[key] for key in kept], [results[key] for key in kept])
 
@@ -110,7 +110,7 @@ def test_native_gradients_match_the_path_through_jax(name):
 
 @pytest.mark.parametrize("needed", [("query", "pair"), ("query", "value"), ("pair",)], ids="_".join)
 def test_resident_bias_gradients_match_jax(needed):
-    """On Hopper queries' and the bias's gradients are one kernel's where both are needed."""
+    """On Hopper, one kernel computes the query and bias gradients if both are needed."""
     case = RESIDENT["evoformer"]
     inputs = case.inputs()
     tensors = {key: to_tensor(x, GPU).requires_grad_(key in needed) for key, x in inputs.items()}
@@ -156,7 +156,7 @@ def test_simple_functions_do_not_cross_to_jax(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["causal", "causal_document", "evoformer_row"])
 def test_fused_call_runs_on_the_current_stream(name):
-    """Inputs are written late on a side stream: a kernel on another stream would read what was there before."""
+    """Inputs are written late on a side stream, so a kernel on another stream would read the old values."""
     fused = fuse(VARIANTS[name].function)
     tensors, cotangents = arguments_of(name)
     expected = value_and_gradients(name, fused, tensors, cotangents)
@@ -209,7 +209,7 @@ def test_capture_of_uncompiled_or_jax_parts_raises_runtime_error():
         pytest.raises(RuntimeError, match="run the same call once before"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        tensors["query"] + 1  # an empty graph would be warned of
+        tensors["query"] + 1  # torch warns of empty graphs
         fuse(VARIANTS["causal"].function)(**tensors)
     gated, _ = arguments_of("evoformer_row")
     fused = fuse(VARIANTS["evoformer_row"].function)
@@ -221,7 +221,6 @@ def test_capture_of_uncompiled_or_jax_parts_raises_runtime_error():
 
 
 def test_head_dimensions_above_256_run_through_jax():
-    # Heads of 264 columns.
     tensors = {key: torch.randn(1, 32, 2, 264, device=GPU) for key in ("query", "key", "value")}
     fused = fuse(VARIANTS["vanilla"].function)
     expected = torch.nn.functional.scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in tensors.values()))
@@ -232,7 +231,7 @@ def test_head_dimensions_above_256_run_through_jax():
 
 @pytest.mark.parametrize("name", inner.FUNCTIONS)
 def test_loops_branches_and_checkpoints_match_the_path_through_jax(name):
-    """Run by torch they give what they give in JAX."""
+    """The functions give the same results run by torch and run by JAX."""
     function, _ = inner.FUNCTIONS[name]
     operands = [to_tensor(x, GPU).requires_grad_() for x in inner.given()]
 
@@ -263,7 +262,7 @@ def test_capture_of_a_branch_raises_runtime_error():
 @pytest.mark.multigpu
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_second_gpu_stays_the_current_one_after_fuse_and_explain(implementation):
-    """JAX traces, evaluates masks and compiles on GPU 0, and leaves the thread there."""
+    """JAX traces, evaluates masks and compiles on GPU 0, which would otherwise stay the current device."""
 
     def attention(query, key, value):
         mask = jnp.tril(jnp.ones((query.shape[1], key.shape[1]), bool))

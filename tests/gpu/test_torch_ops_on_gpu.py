@@ -1,4 +1,4 @@
-"""The torch operators on a GPU: the same bits as JAX, on the current stream, in CUDA graphs, without waiting hosts."""
+"""The torch operators on a GPU: bitwise equality with JAX, streams and CUDA graphs, without host synchronisation."""
 
 import functools
 import subprocess
@@ -48,7 +48,7 @@ pytestmark = [
 OPERATORS = torch.ops.blockdiag
 GPU = "cuda:0"
 
-# Cases whose kernels the tests of the JAX function compile as well.
+# The tests of the JAX function also compile the kernels of these cases.
 CASES = {
     name: test_block_diagonal_on_gpu.CASES[name]
     for name in (
@@ -68,7 +68,7 @@ CASES = {
     )
 }
 FULL, PACKED = CASES["full tiles"], CASES["rotary, packed, explicit"]
-# Of which torch and JAX launch other kernels.
+# torch and JAX launch different kernels for these cases.
 LONG = {
     name: test_block_diagonal_on_gpu.CASES[name]
     for name in ("blocks of 512, grouped, causal", "ragged to 2000", "blocks of 700, packed, rotary")
@@ -76,7 +76,7 @@ LONG = {
 
 
 def assert_close(actual, expected):
-    """Up to a few roundings in low precision."""
+    """Assert that results agree up to a few roundings in low precision."""
     for one, other in zip(actual, expected, strict=True):
         largest = other.float().abs().max().item()
         torch.testing.assert_close(one.float(), other.float(), rtol=1e-2, atol=1e-2 * largest)
@@ -101,7 +101,7 @@ def test_native_operator_and_operator_through_jax_equal_jax_bitwise(name):
 
 @pytest.mark.parametrize("name", LONG)
 def test_long_blocks_are_accurate_and_repeatable(name):
-    """Natively by the chunked kernels, through JAX by those of fused attention: both accurate, both repeatable."""
+    """Native calls use the chunked kernels. Calls through JAX use the kernels of fused attention."""
     case = LONG[name]
     for via in (None, "jax"):
         results = results_of(case, GPU, via=via)
@@ -161,11 +161,11 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib"}
     assert result.returncode == 0, result.stderr
 
 
-# Other computations of the same
+# Comparison with torch's attention
 
 
 def test_native_operator_is_as_accurate_as_varlen_attention():
-    """Blocks are sequences to torch's attention over packed sequences."""
+    """The blocks are the sequences of torch's attention over packed sequences."""
     from torch.nn.attention.varlen import varlen_attn
 
     tile = test_block_diagonal_on_gpu.TILE
@@ -187,11 +187,11 @@ def test_native_operator_is_as_accurate_as_torch_attention(name):
     assert_as_accurate(results_of(case, GPU), value_and_gradients(reference, *operands), exact)
 
 
-# Tensors as they come
+# Layouts and devices of operands
 
 
 def test_misaligned_strided_and_expanded_operands_give_equal_results():
-    """Misaligned, strided, transposed and broadcast operands and cotangents."""
+    """Cotangents are misaligned or broadcast, too."""
     query, key, value, cotangent = tensors_of(FULL, GPU)
     expected = results_of(FULL, GPU)
     misaligned = torch.empty(query.numel() + 1, dtype=query.dtype, device=GPU)[1:].view(query.shape).copy_(query)
@@ -212,7 +212,7 @@ def test_bhsd_operator_equals_the_transposed_call():
     function = functools.partial(block_diagonal_attention_bhsd, block_size=64)
     swapped = [x.transpose(1, 2) for x in (*operands, cotangent)]
     assert_same_bits([x.transpose(1, 2) for x in value_and_gradients(function, *swapped)], expected)
-    # Heads become sequences, which another kernel may serve.
+    # Heads become sequences, which another kernel may compute.
     results = value_and_gradients(function, *(x.contiguous() for x in swapped))
     assert_close([x.transpose(1, 2) for x in results], expected)
 
@@ -255,7 +255,7 @@ def test_second_and_forward_mode_derivatives_raise_not_implemented_error():
     with pytest.raises(NotImplementedError, match=r"second derivatives .* not available in torch"):
         gradient.float().sum().backward()
     with torch.autograd.forward_ad.dual_level(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, with its first tangent
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch warns at its first tangent
         dual = torch.autograd.forward_ad.make_dual(key, key)
         with pytest.raises(NotImplementedError, match=r"forward-mode derivatives"):
             attend(FULL, GPU)(query.detach(), dual, value)
@@ -264,7 +264,7 @@ def test_second_and_forward_mode_derivatives_raise_not_implemented_error():
 @pytest.mark.multigpu
 @pytest.mark.parametrize("via", [None, "jax"])
 def test_operator_on_the_second_gpu_equals_the_first(via):
-    """Tensors of a device that is not the current one."""
+    """The tensors are not on the current device."""
     assert torch.cuda.current_device() == 0
     for case in (FULL, PACKED):
         results = results_of(case, "cuda:1", via=via)
@@ -327,13 +327,13 @@ def test_tile_table_of_lengths_equals_that_of_jax(name):
 
 # Streams and graphs
 
-LONG_SLEEP = 200_000_000  # cycles that the device sleeps: a tenth of a second
+LONG_SLEEP = 200_000_000  # cycles that the device sleeps, a tenth of a second
 
 
 @pytest.mark.parametrize("via", [None, "jax"])
 @pytest.mark.parametrize("name", ["full tiles", "rotary, packed, explicit"])
 def test_operator_runs_on_the_current_stream(name, via):
-    """Inputs are written late on a side stream: a kernel on another stream would read what was there before."""
+    """Inputs are written late on a side stream, so a kernel on another stream would read the old values."""
     case = CASES[name]
     function, operands = attend(case, GPU, via=via), tensors_of(case, GPU)
     expected = value_and_gradients(function, *operands)
@@ -384,7 +384,7 @@ def test_native_operator_does_not_synchronise_the_host():
 
 
 def captured(run):
-    """A graph of `run`, after it has run on a side stream once, and the results that each replay writes."""
+    """Return a CUDA graph of `run`, captured after a run on a side stream, and the results that each replay writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -445,7 +445,7 @@ def test_capture_of_the_path_through_jax_raises_runtime_error():
         pytest.raises(RuntimeError, match=r"cannot capture the path through JAX"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        query + 1  # an empty graph would be warned of
+        query + 1  # torch warns of empty graphs
         function(query, key, value)
 
 
@@ -455,7 +455,7 @@ COMPILER_WARNINGS = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ig
 
 
 def layers(case, **more):
-    """The operation between operations that a compiler fuses."""
+    """Return the operator between other operations that a compiler fuses."""
     function = attend(case, GPU, **more)
     return lambda query, key, value: function(query * 2, key, value - 1) + query
 
@@ -463,7 +463,7 @@ def layers(case, **more):
 @COMPILER_WARNINGS
 @pytest.mark.parametrize("name", ["half-split", "packed"])
 def test_compiled_operator_runs_in_cuda_graphs(name):
-    """Forward and backward of several steps with new tensors each, in one graph that CUDA graphs may hold."""
+    """The forward and backward passes of several steps with new tensors run in one graph."""
     case = CASES[name]
     compiled = torch.compile(layers(case), fullgraph=True, mode="reduce-overhead")
     counters = torch._dynamo.utils.counters

@@ -1,4 +1,4 @@
-"""Native launches from threads that have not used CUDA before, as autograd's own threads have not."""
+"""Native launches from threads that have not used CUDA before, such as autograd's own threads."""
 
 import threading
 
@@ -18,7 +18,7 @@ def test_new_thread_launches_kernels_with_descriptors():
     arguments = (*operands[:3], None, None, None, None, None, 0, 64, None, False, "", "")
     backward = torch.ops.blockdiag.block_diagonal_backward
     expected = backward(operands[3], *arguments)
-    # Freed blocks of the same sizes, so that the thread's allocations need no call of the CUDA runtime.
+    # Freed blocks of the same sizes let the thread allocate without calls of the CUDA runtime.
     spare = [torch.empty_like(one) for one in operands * 3]
     del spare
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""torch.func, results changed in place, and nested tensors on a GPU, by the kernels and through JAX."""
+"""torch.func, in-place changes of results and nested tensors on a GPU, by the kernels and through JAX."""
 
 import functools
 
@@ -48,7 +48,7 @@ def project(x, weights):
 
 BLOCKS = functools.partial(block_diagonal_attention, block_size=BLOCK)
 MOBA = functools.partial(moba_attention, block_size=BLOCK, top_k=2)
-# A function, its operands for a number of batch rows, and how many of these have batch rows, the first ones.
+# Each entry has a function, its operands for a number of batch rows, and how many of the first have batch rows.
 FUNCTIONS = {
     "block diagonal": (BLOCKS, lambda rows: normal(3, rows, TOKENS, 2, 64).unbind(), 3),
     "block diagonal, through JAX": (
@@ -154,7 +154,7 @@ def test_moba_results_are_not_views(via):
     for result in MOBA(x, x, x, return_residual=True, via=via):
         assert result._base is None
         result += 1
-        # Kept for the backward pass, as the output of torch's own attention is.
+        # The result is kept for the backward pass, like the output of torch's own attention.
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(result.float().sum(), x, retain_graph=True)
 

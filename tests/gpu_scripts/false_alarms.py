@@ -55,7 +55,7 @@ def arrive(p_out, ready, captured):
 
 @gluon.jit
 def specialised(p_out):
-    """Partitions that share only one mbarrier; everything else in shared memory is Triton's own."""
+    """Run partitions that share only one mbarrier; everything else in shared memory is Triton's own."""
     captured = gl.load(p_out + 2)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
@@ -95,7 +95,7 @@ def handed_over(p_in, p_out, VALUES: gl.constexpr):
 
 @triton.jit
 def summed_products(p_a, p_b, p_out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of products in each thread: all threads of a row have its sum, each with its own rounding.
+    """Sum products in each thread; all threads of a row have its sum, each with its own rounding.
 
     The compiler fuses a thread's product with the first sum, so the thread's own product is not rounded, but the other
     thread's is.
@@ -108,7 +108,7 @@ def summed_products(p_a, p_b, p_out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @gluon.jit
 def stored_by_copy_engine(p_in, target, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The copy engine writes a tile to global memory."""
+    """Write a tile to global memory by the copy engine."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     o_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, TILE))

@@ -81,7 +81,7 @@ class Outcome:
 
     @property
     def unexplained(self) -> int:
-        """The number of unexplained errors: of printed reports, and of those that are only counted."""
+        """Return the number of unexplained errors, including those that are counted but not printed."""
         return max(sum(self.rest.values()), (self.errors or 0) - sum(self.explained.values()))
 
     @property

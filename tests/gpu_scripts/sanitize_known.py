@@ -45,7 +45,7 @@ class Report:
 
     @property
     def kernels(self) -> set[str]:
-        """The functions that the report names."""
+        """Return the functions that the report names."""
         return {access.kernel for access in self.accesses}
 
 
@@ -341,7 +341,7 @@ WHY_DROPPED = (
 def explain(
     tool: str, family: str, reports: Mapping[Report, int], line_of: Lines
 ) -> tuple[Counter[str], Counter[Report]]:
-    """Return how many reports of a process each name of `KNOWN`, or `DROPPED`, explains, and the other reports."""
+    """Return how many reports of a process each name of `KNOWN` (or `DROPPED`) explains, and the other reports."""
     counts: Counter[str] = Counter()
     rest: Counter[Report] = Counter()
     calls: set[str] = set()

@@ -97,7 +97,7 @@ def matmul_kernel(
 
 @dataclass(frozen=True)
 class MatmulSpec:
-    """c = a @ b with both operands read through host-made tensor descriptors."""
+    """c = a @ b, with both operands read through tensor descriptors made on the host."""
 
     rows: int
     columns: int
@@ -149,7 +149,7 @@ def increment_kernel(p_values, p_total, num_elements, BLOCK: tl.constexpr):
 
 @dataclass(frozen=True)
 class IncrementSpec:
-    """Adds one to an int32 array in place, and returns each block's former sum."""
+    """Launch that adds one to an int32 array in place and returns each block's former sum."""
 
     size: int
     block: int = 128

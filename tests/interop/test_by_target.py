@@ -1,4 +1,4 @@
-"""Functions that are computed otherwise on some GPUs."""
+"""`by_target`: functions with another implementation on some GPUs."""
 
 import jax
 import jax.numpy as jnp

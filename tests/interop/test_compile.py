@@ -1,4 +1,4 @@
-"""Compiling without a GPU: what a plan must say, what kernels share, and what the offline report finds."""
+"""Compilation without a GPU: checks of plans, sharing of kernels, and the offline report."""
 
 import dataclasses
 import os
@@ -363,7 +363,7 @@ TOO_WIDE = plan_of(AddSpec(999), options=CompileOptions(num_warps=64))
 
 @pytest.fixture
 def nothing_compiled(monkeypatch, tmp_path):
-    """Forgets all kernels when called, in memory and on disk."""
+    """Forget all kernels, in memory and on disk, and return the function that does so."""
     folders = iter(range(100))
 
     def forget() -> None:
@@ -390,7 +390,7 @@ def test_compile_together_equals_compiling_one_by_one(nothing_compiled, two_proc
         nothing_compiled()
         together = compile_together([(plan, TARGET) for plan in plans])
         assert binaries(together) == in_turn
-        # The same ones are found afterwards.
+        # `compile_plan` returns the same kernels afterwards.
         assert all(compile_plan(plan, TARGET) is launch for plan, launch in zip(plans, together, strict=True))
 
 
@@ -411,7 +411,7 @@ def test_ptxas_runs_only_when_a_binary_is_requested(nothing_compiled, monkeypatc
         assert not assembled and not text.kernel.asm["cubin"]
         binary = compile_plan(plan, TARGET, binary=True)
         assert len(assembled) == 1 and binary.kernel.asm["cubin"] and binary.ptx == text.ptx
-        # Who needs none takes what has one; on disk each has files of its own.
+        # A call that needs no binary accepts a kernel that has one. On disk, each kind has its own files.
         assert compile_plan(plan, TARGET) is binary is compile_plan(plan, TARGET, binary=True)
         monkeypatch.setattr(compile_module, "_compiled", {})
         assert not compile_plan(plan, TARGET).kernel.asm["cubin"]
@@ -433,7 +433,7 @@ def test_compile_keeps_a_stages_hook_of_the_user(nothing_compiled, monkeypatch):
         assert "cubin" in inspected_stages
         inspected.append(capability)
         if len(inspected) == 1:
-            # Whoever compiles in a thread of their own meanwhile gets all stages.
+            # A compilation in another thread meanwhile must get all stages.
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(elsewhere, backend, options, language, capability).result()
 
@@ -510,7 +510,7 @@ def test_kernel_that_fails_raises_in_every_thread_that_needs_it(nothing_compiled
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(failure, range(3)))
-    # A turn ends with a kernel that fails before it is a module, too.
+    # The front end must also be released by a kernel that fails before it is a module.
     unfit = dataclasses.replace(good, arguments=good.arguments | {"BLOCK": Constexpr(3)})
     with pytest.raises(triton.CompilationError):
         compile_plan(unfit, TARGET)
@@ -548,7 +548,7 @@ def test_kernel_that_fails_ahead_raises_where_it_is_requested(nothing_compiled, 
 
 
 def test_compile_threads_of_a_new_process_do_not_import_gluon_concurrently(tmp_path):
-    """In a fresh process the first program with a derivative: its threads, and this one, all need Gluon."""
+    """The first program with a derivative in a new process needs Gluon in several threads."""
     program = """
 import jax, jax.numpy as jnp
 from blockdiag import fuse
@@ -577,7 +577,7 @@ def test_made_callback_runs_once_per_kernel(nothing_compiled, two_processors):
     compile_ahead([(plans[0], TARGET)], made=lambda *launch: made.append(launch))
     compile_together([(plan, TARGET) for plan in plans], made=lambda *launch: made.append(launch))
     compile_plan(plans[1], TARGET, made=lambda *launch: made.append(launch))
-    # Whoever waits for a kernel may go on before it is announced.
+    # A caller that waits for a kernel may continue before `made` is called.
     for _ in range(100):
         if len(made) == 2:
             break

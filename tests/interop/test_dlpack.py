@@ -1,4 +1,4 @@
-"""`to_jax` and `to_torch`: the same memory in both frameworks, or a clear refusal."""
+"""`to_jax` and `to_torch` share memory between the frameworks or raise a clear error."""
 
 import gc
 import multiprocessing
@@ -33,7 +33,7 @@ LAYOUTS = {
 
 @pytest.fixture(params=["direct", "public"])
 def path(request, monkeypatch):
-    """Both ways into JAX: jaxlib's functions, and the public ones that serve where those are missing."""
+    """Run a test with jaxlib's private functions and with the public fallback."""
     if request.param == "public":
         monkeypatch.setattr(jaxlib_launcher, "dlpack_shortcut", lambda platform: "hidden by a test")
     else:
@@ -94,7 +94,7 @@ def test_crossing_is_fast_with_the_installed_jaxlib():
 
 
 def filled(dtype: torch.dtype, shape: tuple[int, ...] = (2, 4, 8, 16)) -> torch.Tensor:
-    """Zeros and ones of any dtype: a pattern whose bits every dtype can hold."""
+    """Return a pattern of zeros and ones, which every dtype represents exactly."""
     size = int(np.prod(shape))
     return (torch.arange(size) % 3 == 0).to(torch.float32).to(dtype).reshape(shape)
 
@@ -104,7 +104,7 @@ def pointer(array: jax.Array) -> int:
 
 
 def resident_bytes() -> int:
-    """Of this process, at this moment."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -307,7 +307,7 @@ def test_to_torch_waits_for_a_running_computation(path):
 
 
 def test_writes_are_seen_on_the_other_side(path):
-    # Documented, not recommended: JAX takes its arrays to be immutable.
+    # This is documented but not recommended, because JAX assumes that its arrays are immutable.
     tensor = torch.zeros(16)
     array = to_jax(tensor)
     tensor[3] = 7
@@ -360,7 +360,7 @@ def test_ten_thousand_crossings_do_not_leak_memory(path):
     assert after - before < 50_000
     assert len(jax.live_arrays()) <= arrays
     assert len(_lifetimes._watches) <= watches
-    # A leak of one 64-element array a call would be 2.5 MB, of its bookkeeping several times that.
+    # Leaking one 64-element array per call would add 2.5 MB, and leaking its bookkeeping several times that.
     assert resident_bytes() - resident < 8e6
 
 
@@ -435,7 +435,7 @@ def test_crossing_in_a_forked_process_raises_runtime_error():
 
 
 class Device:
-    """What a GPU has passed so far, for the bookkeeping that a CPU never uses."""
+    """A stand-in for a GPU's progress, because a CPU never uses this bookkeeping."""
 
     def __init__(self) -> None:
         self.passed = 0

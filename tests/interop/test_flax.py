@@ -15,7 +15,7 @@ WIDTH, HEADS, BLOCK = 32, 4, 16
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_promotion():
-    """Flax needs JAX's usual promotion, which the other tests go without."""
+    """Use JAX's standard promotion, which Flax needs and tests/conftest.py disables."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -27,7 +27,7 @@ def block_mask(length: int, is_causal: bool, block_size: int = BLOCK) -> np.ndar
 
 
 def baseline_fn(is_causal: bool, rotate=lambda array: array):
-    """The attention of this module in JAX alone, with any number of leading batch axes."""
+    """Return block-diagonal attention in plain JAX, for any number of leading batch axes."""
 
     def attend(query, key, value, **_):
         batch_shape = query.shape[:-3]

@@ -1,4 +1,4 @@
-"""Attention functions for Flax, and what holds them, can be pickled, copied and compared."""
+"""Attention functions for Flax and the modules that hold them can be pickled, copied and compared."""
 
 import copy
 import dataclasses
@@ -21,7 +21,7 @@ WIDTH, HEADS = 32, 4
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_promotion():
-    """Flax needs JAX's usual promotion, which the other tests go without."""
+    """Use JAX's standard promotion, which Flax needs and tests/conftest.py disables."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -47,7 +47,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """As models have them."""
+    """A model configuration that holds an attention function."""
 
     name: str
     attention_fn: Any
@@ -71,7 +71,7 @@ def test_copied_modules_with_an_attention_fn_give_equal_results(name, how):
     module = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, attention_fn=function, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(COPIES[how](module)(x), module(x))
 
-    # The usual initialiser of kernels cannot be pickled.
+    # Flax's default initialiser of kernels cannot be pickled.
     layer = nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=function, kernel_init=nn.initializers.ones)
     parameters = layer.init(jax.random.key(0), x)
     copied = COPIES[how](layer)

@@ -16,13 +16,13 @@ WIDTH, HEADS, BLOCK, LENGTH = 32, 4, 16, 40
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_promotion():
-    """Flax needs JAX's usual promotion, which the other tests go without."""
+    """Use JAX's standard promotion, which Flax needs and tests/conftest.py disables."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def baseline_fn(is_causal=True, top_k=2, keys=None, rotate=lambda array: array):
-    """The attention of this module in JAX alone, with the blocks that `moba_routing` says and keys that take part."""
+    """Return attention in plain JAX to the blocks of `moba_routing`, with an optional mask of keys."""
 
     def attend(query, key, value, **_):
         batch_shape = query.shape[:-3]
@@ -111,7 +111,7 @@ def test_key_masks_match_the_baseline(is_causal):
     ours, baseline = (nnx_module(f) for f in (moba(is_causal=is_causal), baseline_fn(is_causal, keys=keys)))
     expected = baseline(inputs)
     mask = jnp.asarray(keys)[:, None, None, :]
-    # A chosen block may have no key before the query's own in it.
+    # A query's own block may have no unmasked key up to the query.
     np.testing.assert_allclose(ours(inputs, mask=mask), expected, rtol=5e-5, atol=5e-5)
     traced = nnx.jit(lambda module, inputs, mask: module(inputs, mask=mask))(ours, inputs, mask)
     np.testing.assert_allclose(traced, expected, rtol=5e-5, atol=5e-5)

@@ -1,4 +1,4 @@
-"""The interpreter: language features against numpy, memory checks, poison, and that nothing of Triton stays changed."""
+"""The interpreter: language features compared with NumPy, memory checks, poison, and restoration of Triton."""
 
 import dataclasses
 import inspect
@@ -33,7 +33,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def plan_of(kernel, inputs, outputs, grid=(1, 1, 1), aliases=(), **values) -> LaunchPlan:
-    """A plan whose kernel takes its inputs, its outputs, and then `values`."""
+    """Return a plan whose kernel takes its inputs, its outputs and then `values`."""
     names = list(kernel.arg_names)
     arrays = [Pointer("input", index) for index in range(len(inputs))]
     arrays += [Pointer("output", index) for index in range(len(outputs))]
@@ -172,7 +172,7 @@ def extremes_kernel(p_x, p_y, p_out, SIZE: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_minimum_and_maximum_with_nan_follow_ptx(dtype):
-    """As PTX has it: max.f32 and max.NaN.f32."""
+    """In PTX, max.f32 returns the other operand and max.NaN.f32 returns NaN."""
     x = np.asarray([np.nan, 0.5, np.nan, -3], np.float32).astype(numpy_dtype(dtype))
     y = np.asarray([2, np.nan, np.nan, 4], np.float32).astype(numpy_dtype(dtype))
     (out,) = run(extremes_kernel, x, y, outputs=[((9, 4), "float32")], SIZE=Constexpr(4))
@@ -208,7 +208,7 @@ def test_reduction_with_a_user_function_matches_numpy():
     outputs = [((8,), "float32"), ((8,), "int32"), ((1,), "float32")]
     value, index, extremes = run(reduce_kernel, x, outputs=outputs, ROWS=Constexpr(8), COLUMNS=Constexpr(16))
     np.testing.assert_array_equal(value, x.max(1))
-    np.testing.assert_array_equal(index, 15 - x[:, ::-1].argmax(1))  # ties go to the later one
+    np.testing.assert_array_equal(index, 15 - x[:, ::-1].argmax(1))  # the later index wins a tie
     assert extremes == x.max() + x.min()
 
 
@@ -423,7 +423,7 @@ def test_kernels_compile_in_other_threads_during_interpretation():
     threads = [threading.Thread(target=keep_interpreting) for _ in range(2)]
     for thread in threads:
         thread.start()
-    # Not compiled before, or they would come from the cache of this process.
+    # Compile the kernels here, even if a cache has them.
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True
         for columns in (32, 48):

@@ -121,7 +121,7 @@ def test_aliases_reach_the_custom_call():
 
 
 def test_launches_carry_their_estimated_latency():
-    """XLA plans transfers between devices beside a launch by this."""
+    """XLA uses this estimate to schedule transfers between devices during a launch."""
 
     def nanoseconds(tokens):
         x = jax.ShapeDtypeStruct((tokens, 1, 64), jnp.bfloat16)
@@ -131,7 +131,8 @@ def test_launches_carry_their_estimated_latency():
         (found,) = re.findall(r'latency_metadata = "(\d+)"', text)
         return int(found)
 
-    # Two products of 8192 x 8192 x 64, of which causal attention needs half, at 400 TFLOP/s; an eighth of their time.
+    # The latency is 1 us, plus an eighth of the time for two products of 8192 x 4096 x 64 at 400 TFLOP/s and for 4.2 MB
+    # at 3 TB/s.
     assert nanoseconds(8192) == pytest.approx(1000 + (2 * 2 * 8192 * 4096 * 64 / 4e5 + 4.2e6 / 3e3) / 8, rel=0.01)
     assert nanoseconds(4 * 8192) == pytest.approx(4 * nanoseconds(8192) - 3000, rel=0.01)
 
@@ -173,7 +174,7 @@ def test_launch_under_grad_or_vmap_raises_not_implemented_error(vector):
 
 
 def add_with_gradient(x, y):
-    """x + y / 2 with both the sum and its gradient computed by launches."""
+    """Compute x + y / 2 with launches for both the sum and its gradient."""
 
     @jax.custom_vjp
     def function(x, y):
@@ -254,7 +255,8 @@ def test_replicated_inputs_give_replicated_outputs(mesh, vector):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_of_shard_map_matches_the_reference(mesh, vector, check_vma):
     def loss(x, y):
-        # A custom_vjp must see operands that vary alike: the pcast's transpose sums the cotangent of a shared one.
+        # custom_vjp needs operands that vary over the same axes. The transpose of pcast sums the cotangent of a shared
+        # operand.
         y = jax.lax.pcast(y, "data", to="varying") if check_vma else y
         return jax.lax.psum(jnp.sum(add_with_gradient(x, y) ** 2), "data")
 
@@ -347,14 +349,14 @@ def test_launch_inside_scan_matches_the_reference(vector):
 
 
 def three(x, y, *, interpret=False):
-    """x + k y for three k, by launches that do not wait for each other."""
+    """Compute x + k y for three k by independent launches."""
     launches = [(AddSpec(x.size, alpha=alpha, block=block), (x, y)) for alpha, block in ((1, 128), (2, 256), (3, 512))]
     return [result for (result,) in launch_together(launches, interpret=interpret)]
 
 
 @pytest.fixture
 def compiled_together(monkeypatch):
-    """The names and blocks of the kernels that were compiled together, call by call."""
+    """Return a list with the block sizes of the kernels in each call of `compile_together`."""
     calls, compile_together = [], compile_module.compile_together
 
     def watched(launches, *, made=None):
@@ -427,7 +429,7 @@ def test_launch_together_runs_in_shard_map(mesh, vector):
 
 @pytest.fixture
 def compiled_names(monkeypatch):
-    """The names of plans, call by call, that were compiled ahead and together."""
+    """Return lists with the names of the plans in each call of `compile_ahead` and of `compile_together`."""
     ahead, together = [], []
 
     def watched(launches, *, made=None):
@@ -443,7 +445,7 @@ def compiled_names(monkeypatch):
 
 @pytest.fixture
 def assembled(monkeypatch):
-    """The launches whose kernels begin to be assembled, none of which has been compiled, on a machine with an H100."""
+    """Return a list of the launches that are assembled in the background, on a simulated H100 with an empty cache."""
     monkeypatch.setattr(compile_module, "_compiled", {})
     monkeypatch.setattr(jax_call, "session_target", lambda: Target.for_arch(90))
     found = []
@@ -459,7 +461,7 @@ def test_kernels_for_the_gpu_of_the_process_are_assembled_ahead(vector, assemble
     (text,) = {text_for_own_gpu(lambda x: launch(AddSpec(x.size), x, x), vector) for _ in range(2)}
     ((plan, target),) = assembled
     assert target == Target.for_arch(90)
-    # jaxlib knows a kernel by these words, whatever program it is in.
+    # jaxlib identifies a kernel by this string, whichever program contains it.
     (words,) = set(re.findall('opaque = "([^"]+)"', text))
     assert words in text_for_own_gpu(launch_alone(plan, target), vector, vector)
 
@@ -505,7 +507,7 @@ def test_backward_kernels_of_a_fused_region_are_compiled_with_the_forward_kernel
         traced = jax.jit(jax.grad(loss)).trace(arrays)
         assert ahead == together == []
         traced.lower(lowering_platforms=("cuda",))
-    # The forward launch begins with what waits for it; the others have little left to begin with.
+    # Lowering the forward launch starts compiling the backward kernels; later launches have few left to start.
     assert ahead[0] == backward and together == [backward]
 
 
@@ -549,7 +551,7 @@ def test_a_launch_without_a_derivative_is_compiled_alone(vector, compiled_names)
         return grouped(first, y, group="both", alphas=(2, 3))
 
     assert lowered(both)[0] == ["add 2", "add 3"] and together == [["add 2", "add 3"]]
-    # The same launch in a program that was traced later, and interpreted ones.
+    # A later program must not start kernels of an earlier one, and interpreted launches must not join a group.
     assert lowered(lambda x, y: grouped(x, y, group="alone", alphas=(1,))) == [[]]
     grouped(vector, vector, group="alone", alphas=(2, 3), interpret=True)
     assert lowered(lambda x, y: grouped(x, y, group="alone", alphas=(1,))) == [[]]

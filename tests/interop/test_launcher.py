@@ -1,4 +1,4 @@
-"""jaxlib's launcher: which operand and result each kernel parameter meets, and which launchers are known."""
+"""jaxlib's launcher: the buffer of each kernel parameter, and detection of supported launchers."""
 
 import dataclasses
 import importlib
@@ -49,13 +49,13 @@ def plan_with(*arguments, outputs=1, aliases=()) -> LaunchPlan:
     [
         (plan_with(X, Y, OUT), [("input", 0), ("input", 1)], (0,), {}),
         (plan_with(Y, Scalar(1, "i32"), X, OUT, Constexpr(1)), [("input", 1), ("input", 0)], (0,), {}),
-        # An input in two places is two operands.
+        # An input of two parameters becomes two operands.
         (plan_with(X, Y, X, OUT), [("input", 0), ("input", 1), ("input", 0)], (0,), {}),
         # An unused input is no operand.
         (plan_with(Y, OUT), [("input", 1)], (0,), {}),
-        # Outputs in another order.
+        # Parameters may name outputs in any order.
         (plan_with(X, OTHER, OUT, outputs=2), [("input", 0)], (1, 0), {}),
-        # An output before an input, or used twice, takes over a buffer that comes as an operand.
+        # An output that precedes an input or is used twice aliases a buffer that is passed as an operand.
         (plan_with(OUT, X), [("output", 0), ("input", 0)], (0,), {0: 0}),
         (plan_with(X, OUT, OUT), [("input", 0), ("output", 0)], (0,), {1: 0}),
         (
@@ -64,7 +64,7 @@ def plan_with(*arguments, outputs=1, aliases=()) -> LaunchPlan:
             (0, 1),
             {1: 0, 2: 1},
         ),
-        # An aliased output is its input, whichever of them a parameter names.
+        # An aliased output is its input, whichever of the two a parameter names.
         (plan_with(X, Y, aliases=((0, 0),)), [("input", 0), ("input", 1)], (0,), {0: 0}),
         (plan_with(OUT, Y, aliases=((0, 0),)), [("input", 0), ("input", 1)], (0,), {0: 0}),
         (plan_with(X, OUT, aliases=((0, 0),)), [("input", 0)], (0,), {0: 0}),
@@ -81,7 +81,7 @@ def test_lay_out_buffers_orders_operands_and_results(plan, operands, results, al
     assert list(layout.operands) == operands
     assert layout.results == results
     assert layout.aliases == (aliases if aliases is not None else {1: 1, 2: 0})
-    # The launcher's walk: operands, then results, as far as there are array parameters.
+    # The launcher assigns the operands, and then the results, to the array parameters in order.
     arrays = [argument for argument in plan.arguments.values() if isinstance(argument, Pointer)]
     walk = [*layout.operands, *(("output", index) for index in layout.results)]
     shared = {("output", output): ("input", source) for source, output in plan.aliases}
@@ -105,7 +105,7 @@ def test_unsupported_buffer_layouts_raise_not_implemented_error(plan):
 
 
 def wire_fields(message: bytes) -> dict[int, list]:
-    """Fields of a protocol buffer message by number: integers, and bytes for everything with a length."""
+    """Return the fields of a protocol buffer message by number, as integers or bytes."""
     fields: dict[int, list] = {}
     position = 0
 
@@ -205,7 +205,7 @@ def test_descriptor_parameters_match_the_kernel_entry(arch, counts):
 
 
 def entry_with(compiled, change: int):
-    """A compiled kernel whose entry takes more parameters, or fewer."""
+    """Return a compiled kernel whose entry takes more parameters, or fewer."""
     head, entry, rest = re.split(r"(\.entry[^)]*)\)", compiled.ptx, maxsplit=1)
     parameters = entry.split(",")
     parameters = parameters[:change] if change < 0 else [*parameters, *parameters[-1:] * change]
@@ -228,7 +228,7 @@ def test_build_opaque_of_decomposed_descriptors_passes_the_flags_of_the_entry():
     plan = MatmulSpec(200, 128, 256).plan(target)
     compiled = compile_plan(plan, target)
     known = len(opaque_parameters(plan, compiled))
-    # One flag more for each of the two descriptors; one for one of them is not known.
+    # One more flag for each of the two descriptors is known, but not one for only one of them.
     assert len(opaque_parameters(plan, entry_with(compiled, 2))) == known + 2
     with pytest.raises(NotImplementedError, match="in an unknown way"):
         jaxlib_launcher.build_opaque(plan, entry_with(compiled, 1))
@@ -236,7 +236,7 @@ def test_build_opaque_of_decomposed_descriptors_passes_the_flags_of_the_entry():
 
 @pytest.fixture
 def launcher(monkeypatch):
-    """Returns a function that has jaxlib's launcher seem another one, in which some names are replaced."""
+    """Yield a function that replaces some names of jaxlib's launcher."""
 
     def replace(**names) -> None:
         known = importlib.import_module("jaxlib.gpu_triton")

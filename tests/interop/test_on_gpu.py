@@ -174,7 +174,7 @@ def test_torch_launches_on_the_current_stream():
     outputs = []
     for value, stream in enumerate(streams, start=1):
         with torch.cuda.stream(stream):
-            # The launch must wait for what this stream does late.
+            # The launch must wait for the delayed work of this stream.
             torch.cuda._sleep(50_000_000)
             late = torch.full((1 << 20,), float(value), device="cuda")
             outputs += torch_launch(spec, late, late)
@@ -219,7 +219,7 @@ def test_launches_on_the_second_gpu_equal_the_first_bitwise(two_gpus):
     )
     assert first.devices() != second.devices()
     np.testing.assert_array_equal(bits(first), bits(second))
-    torch.cuda.set_device(0)  # JAX leaves the thread on the device it used last
+    torch.cuda.set_device(0)  # JAX leaves the thread on the device that it used last
     for device in ("cuda:1", "cuda:0", "cuda:1"):
         (output,) = torch_launch(spec, *(to_torch(array).to(device) for array in inputs))
         assert output.device == torch.device(device)

@@ -1,4 +1,4 @@
-"""torch's private names: in use where the installed torch has them, and never needed."""
+"""torch's private names are used where the installed torch has them, and are never required."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ SOURCE = Path(private_torch.__file__).parents[1]
 
 
 class Stripped:
-    """A module without some of its names, or with others in their place."""
+    """A module with some of its names missing or replaced."""
 
     def __init__(self, module, *missing, **replaced):
         self._module, self._missing = module, missing
@@ -44,7 +44,7 @@ def forget() -> None:
 
 @pytest.fixture
 def install(monkeypatch):
-    """Returns a function that has the module see another torch, and forget what it found in the real one."""
+    """Yield a function that replaces `torch` in `private_torch` and clears its cached probes."""
 
     def replace(other) -> None:
         monkeypatch.setattr(private_torch, "torch", other)
@@ -63,7 +63,7 @@ def without_flags():
 
 
 def with_other_flags():
-    """The same names, but functions that want an argument."""
+    """Return a torch whose functions in `FLAGS` need an argument."""
     return Stripped(torch, _C=Stripped(torch._C, **dict.fromkeys(FLAGS, lambda thread: False)))
 
 
@@ -129,13 +129,13 @@ def test_wrap_torch_without_fake_tensors_finds_shapes_on_zeros(install, monkeypa
     layer = torch.nn.Linear(4, 5)
     assert wrap_torch(layer)(jnp.ones((3, 4))).shape == (3, 5)
     assert not features()["tensors without data"]
-    # All zeros are chosen, and no one is.
+    # The function selects every element of the zeros that determine its shape, but none of the ones.
     with pytest.raises(Exception, match=r"expected float32\[3\]; correct result="):
         wrap_torch(lambda x: x[x <= 0])(jnp.ones(3)).block_until_ready()
 
 
 def cuda_with(read) -> SimpleNamespace:
-    """A torch whose current stream of device 1 has the handle 70."""
+    """Return a stand-in for torch whose current stream of device 1 has the handle 70."""
     cuda = SimpleNamespace(current_stream=lambda index: SimpleNamespace(cuda_stream=70 if index == 1 else 0))
     return SimpleNamespace(_C=SimpleNamespace(_cuda_getCurrentRawStream=read), cuda=cuda)
 

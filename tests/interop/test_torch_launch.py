@@ -30,7 +30,7 @@ def test_mismatched_tensors_raise_value_error():
 
 
 class RecordingKernel:
-    """Stands for Triton's loaded kernel."""
+    """A stand-in for Triton's loaded kernel that records its calls."""
 
     metadata = SimpleNamespace(global_scratch_size=0)
 

@@ -1,4 +1,4 @@
-"""`triton_call`: how arguments are bound, typed and refused, and its documented example."""
+"""`triton_call`: binding, types and checks of arguments, and the documented example."""
 
 import jax
 import jax.numpy as jnp

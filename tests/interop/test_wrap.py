@@ -24,7 +24,7 @@ def randn(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) ->
 
 
 class Counted:
-    """Counts how often JAX traces a function."""
+    """A function that counts how often JAX traces it."""
 
     def __init__(self, fn):
         functools.update_wrapper(self, fn)
@@ -209,7 +209,7 @@ def test_wrap_jax_with_only_none_cotangents_skips_the_backward_pass():
     assert seen == [None] or (seen == [] and x.grad is None)
 
 
-# --- What is static, and what compiles
+# --- Static arguments and compilation
 
 
 def test_wrap_jax_compiles_once_per_static_value():
@@ -373,7 +373,7 @@ def test_wrap_jax_backward_outside_enable_x64_keeps_64_bits(crossing, monkeypatc
         monkeypatch.setattr(jaxlib_launcher, "dlpack_shortcut", lambda platform: "hidden by a test")
     x = randn(3, dtype=torch.float64)
     with jax.enable_x64(True):
-        # The other result has no cotangent, so the backward program makes zeros of 64 bits.
+        # The other result has no cotangent, so the backward program creates 64-bit zeros.
         y, _ = wrap_jax(lambda x: (jnp.sin(x) * jnp.arange(3.0), x * x))(x)
     y.backward(torch.ones(3, dtype=torch.float64))
     torch.testing.assert_close(x.grad, x.detach().cos() * torch.arange(3))
@@ -401,7 +401,7 @@ def test_wrap_jax_module_parameters_have_gradients():
     assert layer.weight.grad.tolist() == [[4] * 3] * 2
 
 
-# --- Aliases and writes in place
+# --- Aliases and in-place writes
 
 
 def test_results_own_their_memory():
@@ -422,6 +422,7 @@ def test_gradients_own_their_memory():
     assert len({tensor.data_ptr() for tensor in (*gradients, cotangent)}) == 3
 
 
+# Dynamo reads the .grad of every tensor at a graph break, which makes torch warn.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_torch_compile_breaks_the_graph():
     wrapped = wrap_jax(lambda x: jnp.sin(x))

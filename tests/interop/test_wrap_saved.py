@@ -1,4 +1,4 @@
-"""Residuals that functions of `wrap_jax` save for the backward pass, and torch's treatment of them."""
+"""Residuals of `wrap_jax` functions, and torch features that handle saved tensors."""
 
 import gc
 
@@ -59,7 +59,7 @@ def test_residuals_are_freed_with_the_graph():
     loss = y.sum()
     loss.backward()
     gc.collect()
-    # The output lives, its residuals do not.
+    # The output is alive, but its residuals are freed.
     assert len(jax.live_arrays()) <= before + 1
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
@@ -73,7 +73,7 @@ def test_retained_graph_accumulates_gradients():
     torch.testing.assert_close(x.grad, 2 * x.detach().cos())
 
 
-# --- torch's machinery around it
+# --- Second derivatives, checkpointing and hooks
 
 
 def test_second_derivative_raises_not_implemented_error():
@@ -128,6 +128,3 @@ def test_hooks_that_copy_residuals_raise_runtime_error():
         y = wrap_jax(jnp.sin)(x.detach().requires_grad_())
     with pytest.raises(RuntimeError, match=r"hook for saved tensors copied.*jax\.checkpoint"):
         y.sum().backward()
-
-
-# Dynamo looks at the .grad of every tensor that it meets at a graph break, and torch warns of that.

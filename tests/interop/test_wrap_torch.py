@@ -93,5 +93,5 @@ def test_wrap_torch_traces_the_function_once():
     function = wrap_torch(lambda x: runs.append(1) or x + 1)
     for _ in range(3):
         function(jnp.ones(2)).block_until_ready()
-    # One run without data, then one a call.
+    # One run without data, then one per call.
     assert len(runs) == 4

@@ -28,7 +28,11 @@ def numpy_dtype(name: str) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryCase:
-    """Tables by position in the sequence, by explicit positions, or by token, shared by batch rows or not."""
+    """Rotary tables and how tokens index them.
+
+    Tokens use their position in the sequence, an explicit position or a row of their own. Batch rows may share the rows
+    of tokens.
+    """
 
     tables: Literal["position", "explicit", "token", "shared token"] = "position"
     interleaved: bool = False
@@ -173,7 +177,7 @@ class AppendCase:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The names of the results."""
+        """Return the names of the results."""
         is_written = {
             "key_scale": self.key_scale == "token",
             "value_scale": self.value_scale == "token",

@@ -1,7 +1,7 @@
 """Shared cases for tests of MoBA's public functions, and a dense computation for comparison.
 
 Both are independent of the library. Loops in NumPy determine the keys that a query sees. Attention is a dense softmax
-with that mask, with gradients, also in NumPy, so that new shapes need no compilation.
+with that mask and its gradients. It also uses NumPy, so that new shapes need no compilation.
 """
 
 import dataclasses

@@ -95,7 +95,7 @@ class MoBACase:
 
     @functools.cached_property
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """The block table and the query table, built one token at a time."""
+        """Return the block table and the query table, built one token at a time."""
         problem = self.problem
         blocks = np.zeros((problem.num_blocks, 4), np.int32)
         queries = np.zeros((problem.query_tokens, 4), np.int32)
@@ -128,7 +128,7 @@ class MoBACase:
 
     @functools.cached_property
     def chosen(self) -> np.ndarray:
-        """A routing, int32 [N, query_tokens, slots]: that of the scores, or a random one that no scores would give."""
+        """Return a routing, int32 [N, query_tokens, slots], of the scores or at random."""
         if self.edits == "none":
             return exact_routing(self, self.operands())[0]
         generator = np.random.default_rng(11)
@@ -148,7 +148,7 @@ class MoBACase:
 
     @functools.cached_property
     def lists(self) -> Lists:
-        """The lists of `chosen`, built one pair at a time. Entries that no list covers are garbage."""
+        """Return the lists of `chosen`, built one pair at a time; entries that no list covers are garbage."""
         problem = self.problem
         num_pairs = problem.query_tokens * problem.slots
         offsets, counts = (np.zeros((problem.query_heads, problem.num_blocks), np.int32) for _ in range(2))
@@ -163,7 +163,7 @@ class MoBACase:
         return Lists(offsets, counts, entries, (self.chosen >= 0).sum(axis=-1, dtype=np.int32))
 
     def is_seen(self) -> np.ndarray:
-        """The keys that each query of each head sees, bool [N, query_tokens, key_tokens]."""
+        """Return the keys that each query of each head sees, bool [N, query_tokens, key_tokens]."""
         problem, (blocks, queries) = self.problem, self.tables
         seen = np.zeros((problem.query_heads, problem.query_tokens, problem.key_tokens), bool)
         for n, t in np.ndindex(seen.shape[:2]):
@@ -189,7 +189,7 @@ class MoBACase:
         return *(to_array(x, self.dtype) for x in arrays), to_array(log_sum_cotangent.astype(wide))
 
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments after query, key and value in a call: key mask, tables, lists and own."""
+        """Return the arguments after query, key and value in a call: key mask, tables, lists and own."""
         tree = (self.key_mask, *self.tables, self.lists, self.own)
         return jax.device_put(tree)
 
@@ -222,7 +222,7 @@ class MoBACase:
         return jax.tree.map(np.asarray, compiled_quickly(make)(self.chosen))
 
 
-# Compiled once for all cases, tests and values of one problem, because tables and routings are arguments.
+# The call is compiled once for all cases, tests and values of one problem, because tables and routings are arguments.
 
 
 @functools.cache

@@ -38,13 +38,13 @@ def _no_integers(size: int) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class OpCall:
-    """A call.
+    """A call of a public operation.
 
     Attributes:
         function: function of the arrays, by name, and of `implementation`.
         shapes: shapes of the float32 arrays, given a batch size or number of sequences, which may be symbolic.
         integer_shapes: shapes of the int32 arrays, likewise.
-        integers: their values.
+        integers: function of the size that returns their values.
         differentiated: names of the arrays whose gradients are computed.
         implementations: names of its implementations.
     """
@@ -333,9 +333,10 @@ def pairs(names: tuple[str, ...] | None = None) -> list[tuple[str, str | None]]:
 def mark_covered(cases: Iterable[tuple[str, str | None]]) -> list[Any]:
     """Return test parameters for these pairs; those covered by others are marked `exhaustive`.
 
-    Without the marked ones, every operation still runs with every implementation. Every variant of an operation (a name
-    with a comma, such as "moba, offsets") runs with the default implementation, which is "xla" on a CPU, and with
-    kernels. Errors of a variant with one of `COMPILED` under the tested transformation are left to `./do test-all`.
+    Without the marked ones, every operation still runs with every implementation. A name with a comma, such as
+    "moba, offsets", is a variant of an operation. Every variant runs with kernels and with the default implementation
+    ("xla" on a CPU). Errors of a variant with one of `COMPILED` under the tested transformation are left to
+    `./do test-all`.
     """
 
     def is_covered(name: str, implementation: str | None) -> bool:

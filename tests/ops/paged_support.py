@@ -110,7 +110,7 @@ class PagedCase:
 
     @functools.cached_property
     def dense(self) -> dict[str, np.ndarray]:
-        """The operands without pages: each sequence's keys, values and scales [B, longest, K, ...]."""
+        """Return the operands without pages: each sequence's keys, values and scales [B, longest, K, ...]."""
         problem, generator, longest = self.problem, np.random.default_rng(0), max(self.kv_lengths)
         tokens = (problem.batch, longest, problem.key_heads)
         rows = (problem.batch, problem.query_tokens, problem.query_heads)
@@ -133,7 +133,7 @@ class PagedCase:
 
     @functools.cached_property
     def table(self) -> np.ndarray:
-        """The page table: pages in a random permutation of the pool, and garbage in unused entries."""
+        """Return the page table: pages in a random permutation of the pool, and garbage in unused entries."""
         problem = self.problem
         if not problem.has_page_table:
             return np.arange(problem.batch, dtype=np.int32)[:, None]
@@ -171,11 +171,11 @@ class PagedCase:
         )
 
     def operands(self) -> tuple[jax.Array | None, ...]:
-        """The operands of an implementation after the problem."""
+        """Return the operands of an implementation after the problem."""
         return jax.device_put(self._operands)
 
     def arguments(self) -> dict[str, Any]:
-        """The call as arguments of the public function."""
+        """Return the call as arguments of the public function."""
         names = ("query", "key_pages", "value_pages", "page_table", "kv_lengths", "query_lengths", "sinks")
         problem, operands = self.problem, self.operands()
         *_, score_scale, key_scales, value_scales = operands
@@ -198,7 +198,7 @@ class PagedCase:
         return self.compute(implementation)(*self.operands())
 
 
-# Compiled once for all cases, tests and values of one problem.
+# The function is compiled once for all cases, tests and values of one problem.
 @functools.cache
 def compiled_call(problem: PagedProblem, implementation: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return the compiled function of an implementation for `problem`."""

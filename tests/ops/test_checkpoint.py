@@ -10,7 +10,7 @@ from blockdiag.interop import compile_target
 from tests.ops.op_calls import CALLS, expected_results, mark_covered, pairs
 
 DIFFERENTIATED = [(name, x) for name, x in pairs() if CALLS[name].differentiated]
-# The interpreter runs a few; all are traced for a GPU below.
+# The interpreter runs only a few cases. All cases are traced for a GPU below.
 RUN = [x for x in DIFFERENTIATED if x[1] != "triton" or x[0] in ("block_diagonal", "moba", "fuse")]
 
 

@@ -43,7 +43,7 @@ def test_export_with_a_symbolic_batch_matches_the_operation(name, implementation
         assert_agrees(exported, name, size)
 
 
-# Which operands a variant has does not change how bounds of a symbol are used.
+# The operands of a variant do not change how bounds of a symbol are used.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if "," in name else []) for name in CALLS]
 )
@@ -89,7 +89,7 @@ def test_export_of_pallas_with_a_symbolic_batch_raises_not_implemented_error():
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "key_convolution"])
 def test_export_with_symbolic_tokens_matches_the_operation(name, implementation):
-    """Of two sequences of any length."""
+    """The exported call has two sequences of any length."""
     call = CALLS[name]
     function = call.bound(implementation)
     (tokens,) = export.symbolic_shape("t")

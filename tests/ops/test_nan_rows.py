@@ -1,7 +1,7 @@
 """NaN in one query, key or value of each operation: every implementation makes the same rows NaN as the reference.
 
-Products of tiles multiply keys that a query does not see by weights of 0, and 0 * NaN is NaN. So implementations may
-differ in rows of the block that has the NaN which a causal mask hides from each other, and nowhere else.
+Products of tiles multiply keys that a query does not see by weights of 0, and 0 * NaN is NaN. Implementations may
+therefore differ in rows of the NaN's block that a causal mask hides from each other, and in no other rows.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ BLOCK = 16
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """A call, as a function of arrays that are differentiated and have rows, and an implementation.
+    """An operation as a function of arrays with rows and of an implementation.
 
     Attributes:
-        shapes: of the operands.
-        call: the results, each with rows.
-        poisons: operand and index of each NaN that is tried.
-        block_size: of a causal operation, within whose blocks rows may differ; 0 where none may.
+        shapes: shapes of the operands.
+        call: function that returns the results, each with rows.
+        poisons: operand and index of each tested NaN.
+        block_size: block size of a causal operation, within whose blocks rows may differ; 0 if none may.
         is_differentiated: whether gradients are compared too.
     """
 
@@ -71,7 +71,7 @@ def convolution(key: jax.Array, weights: jax.Array, *, implementation: str) -> t
 TRAINED = ((64, HEADS, WIDTH), (64, KEY_HEADS, WIDTH), (64, KEY_HEADS, WIDTH))
 EACH = tuple((operand, (ROW, HEAD, COLUMN)) for operand in range(3))
 CACHE = ((2, 2, HEADS, WIDTH), (6, 16, KEY_HEADS, WIDTH), (6, 16, KEY_HEADS, WIDTH))
-# A query, a key of the first page of sequence 1 and one of its last page, and a value.
+# NaN is in a query, in a key of the first and of the last page of sequence 1, or in a value.
 CACHED = ((0, (1, 0, 1, 3)), (1, (1, 5, 1, 3)), (1, (5, 1, 0, 0)), (2, (3, 2, 1, 3)))
 FULL = functools.partial(block_diagonal, block_size=BLOCK)
 LONG = functools.partial(block_diagonal, block_size=512)
@@ -86,7 +86,7 @@ OPERATIONS = {
     "paged": Operation(CACHE, paged, CACHED, is_differentiated=False),
     "paged, one split": Operation(CACHE, functools.partial(paged, num_splits=1), CACHED, is_differentiated=False),
     "paged, three splits": Operation(CACHE, functools.partial(paged, num_splits=3), CACHED, is_differentiated=False),
-    # A NaN among the mean keys only keeps a block from being chosen.
+    # NaN in a mean key only keeps its block from being chosen.
     "moba_paged": Operation((*CACHE, (2, 2, KEY_HEADS, WIDTH)), moba_paged, CACHED, is_differentiated=False),
 }
 
@@ -130,5 +130,5 @@ def test_paged_attention_with_non_finite_sinks_matches_the_reference(implementat
     expected = paged_attention(query, *pages, table, lengths, implementation="reference", **options)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-    # Sequence 0 has no keys: nothing but its sink, where that is one.
+    # Sequence 0 has no keys and attends only to its sink, if it has one.
     assert not np.asarray(found[0])[0, :, 0].any() and np.isneginf(found[1][0, :, 0]).all()

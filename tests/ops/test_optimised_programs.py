@@ -1,4 +1,4 @@
-"""Values of programs that XLA optimises as it does for users, in a process with the settings that they have."""
+"""Values of programs that XLA optimises with users' settings, in a separate process."""
 
 import os
 import subprocess

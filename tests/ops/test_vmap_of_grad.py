@@ -1,4 +1,4 @@
-"""Gradients under `jax.vmap`: each index has its own, of operands that are mapped and of operands that are not."""
+"""Gradients under `jax.vmap`: each index has separate gradients of mapped and unmapped operands."""
 
 import functools
 import importlib.util
@@ -22,7 +22,10 @@ INDICES, ROWS, QUERIES, KEYS, HEADS, WIDTH = 3, 2, 19, 37, 2, 16
 
 
 def biased(query, key, value, bias, row, column, slope):
-    """query [B, T, N, H], key, value [B, S, N, H], bias [N, T, S], row [B, T], column [N, S], slope []."""
+    """Attend with bias [N, T, S], row [B, T], column [N, S] and slope [].
+
+    The query is [B, T, N, H], and key and value are [B, S, N, H].
+    """
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * slope + bias[None]
     scores = scores - 0.5 * row[:, None, :, None] * scores + column[None, :, None, :]
     seen = jnp.arange(QUERIES)[:, None] + 5 >= jnp.arange(KEYS)[None, :]
@@ -31,7 +34,7 @@ def biased(query, key, value, bias, row, column, slope):
 
 
 def of_distances(query, key, value, table):
-    """table [rows, N], read by the distance between query and key."""
+    """Attend with a bias from table [rows, N], indexed by the distance between query and key."""
     apart = jnp.arange(QUERIES)[:, None] - jnp.arange(KEYS)[None, :]
     bias = table[jnp.clip(apart + 5, 0, len(table) - 1)].transpose(2, 0, 1)
     weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) + bias[None], axis=-1)
@@ -39,14 +42,14 @@ def of_distances(query, key, value, table):
 
 
 def of_places(query, key, value, table):
-    """table [rows, N], read by what is no distance; without a softmax."""
+    """Attend without a softmax and with a bias from table [rows, N], which is not indexed by a distance."""
     places = jnp.arange(QUERIES)[:, None] * jnp.arange(KEYS)[None, :] % len(table)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) + table[places].transpose(2, 0, 1)[None]
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.sigmoid(scores), value)
 
 
 def of_regions(query, key, value, factor, sink):
-    """Three regions: one that has a sink, and two softmaxes of its result; factor [N], sink [N]."""
+    """Attend in three regions: one with sink [N], and two softmaxes of its result combined by factor [N]."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key)
     sinks = jnp.broadcast_to(sink[None, :, None, None], (*scores.shape[:-1], 1))
     weights = jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
@@ -66,13 +69,16 @@ SHAPES = {
 
 
 def arrays(function, lead: tuple[int, ...] = (INDICES,)) -> list[np.ndarray]:
-    """Operands of each index of the mapped axes; of NumPy, which takes and stacks them without a program for each."""
+    """Return NumPy operands for each index of the mapped axes.
+
+    NumPy takes and stacks them without a program for each shape.
+    """
     generator = np.random.default_rng(0)
     return [(0.5 * generator.normal(size=(*lead, *x))).astype(np.float32) for x in SHAPES[function]]
 
 
 def gradients(function, *inputs):
-    """The gradient of a number by every input."""
+    """Return the gradients of a scalar with respect to every input."""
     return jax.grad(lambda *given: jnp.sum(jnp.sin(function(*given))), tuple(range(len(inputs))))(*inputs)
 
 
@@ -83,7 +89,7 @@ def assert_close(found, expected, tolerance=1e-5):
 
 
 def in_a_loop(function, axes, *inputs):
-    """What `jax.vmap` computes, an index at a time."""
+    """Compute what `jax.vmap` computes, one index at a time."""
     size = next(len(x) for x, axis in zip(inputs, axes, strict=True) if axis == 0)
     each = [function(*(x if axis is None else x[i] for x, axis in zip(inputs, axes, strict=True))) for i in range(size)]
     return jax.tree.map(lambda *x: np.stack(x), *each)
@@ -95,7 +101,7 @@ def plain(function):
 
 
 def assert_maps(function, axes, implementation):
-    """`axes` are 0 or None."""
+    """Assert that `jax.vmap` of gradients over these axes (0 or None) matches a loop."""
     inputs = [x[0] if axis is None else x for x, axis in zip(arrays(function), axes, strict=True)]
     fused = functools.partial(gradients, fuse(function, implementation=implementation))
     found = compiled_quickly(jax.vmap(fused, axes))(*inputs)
@@ -109,13 +115,13 @@ def test_vmap_of_grad_with_one_unmapped_operand_matches_a_loop(place):
 
 @pytest.mark.parametrize(("function", "first", "implementation"), alternated(itertools.product(SHAPES, [0, None])))
 def test_vmap_of_grad_with_unmapped_operands_matches_a_loop(function, first, implementation):
-    """Every other operand, and then the others."""
+    """Every other operand is mapped, and then the others."""
     axes = (first, None if first == 0 else 0) * len(SHAPES[function])
     assert_maps(function, axes[: len(SHAPES[function])], implementation)
 
 
 def test_functions_under_test_are_fused_and_cover_every_leaf_role():
-    """What the tests above are about: nothing of these functions' attention is left to XLA."""
+    """Nothing of these functions' attention is left to XLA."""
     found = {function: explain(function)(*(x[0] for x in arrays(function))) for function in SHAPES}
     assert [len(x.regions) for x in found.values()] == [1, 1, 1, 3]
     roles = {leaf.role for x in found.values() for region in x.regions for leaf in region.leaves}
@@ -124,7 +130,7 @@ def test_functions_under_test_are_fused_and_cover_every_leaf_role():
 
 @BOTH
 def test_nested_vmap_of_grad_matches_a_loop(implementation):
-    """No operand is mapped twice, two are not mapped at all; mapped axes are not the first ones."""
+    """No operand is mapped twice, and two are not mapped at all. Mapped axes are not the first ones."""
     query, key, value, table = (x[0] for x in arrays(of_distances))
     queries, tables = np.stack([query, -query, 2 * query]), np.stack([table, 1 - table])
     fused = functools.partial(gradients, fuse(of_distances, implementation=implementation))
@@ -137,7 +143,7 @@ def test_nested_vmap_of_grad_matches_a_loop(implementation):
 
 @BOTH
 def test_vmap_of_grad_of_vmap_matches_a_loop(implementation):
-    """The gradients by what the inner map does not map are added up, those by what the outer one does not are not."""
+    """Gradients of unmapped operands are summed over the inner map, but not over the outer map."""
     query, key, value, table = (x[0] for x in arrays(of_distances))
     queries, tables = np.stack([query, -query]), np.stack([table, 1 - table, table / 2])
 
@@ -155,7 +161,7 @@ def test_vmap_of_grad_of_vmap_matches_a_loop(implementation):
 
 @pytest.mark.division("vmap", operation="fuse", kind="manual")
 def test_vmap_of_grad_inside_shard_map_matches_the_reference():
-    """The checks of a mesh see sums over devices where operands are the same on all, as the function's own have."""
+    """Gradients of replicated operands must be sums over devices, as the checks of the mesh require."""
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     axes, specs = (0, None, 0, None), (P("rows"), P(), P("rows"), P())
     given = [x[0] if axis is None else x for x, axis in zip(arrays(of_distances, (4,)), axes, strict=True)]
@@ -182,7 +188,7 @@ def test_jacrev_matches_the_reference(implementation):
 
 @NEEDS_TRITON
 def test_grad_of_vmap_reduces_a_shared_bias_gradient_in_kernels():
-    """The gradient of a map has no gradient of a shared bias for each index; a map of gradients has."""
+    """The gradient of a map has no array of the shared bias gradient for each index. A map of gradients has one."""
     query, key, value, bias, *rest = [x if i < 3 else x[0] for i, x in enumerate(arrays(biased))]
     fused = fuse(biased, implementation="triton")
 

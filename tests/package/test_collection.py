@@ -29,7 +29,7 @@ def run_without_extras(*arguments):
 
 @pytest.mark.slow
 def test_gpu_tests_are_collected_without_the_extras():
-    """No module is skipped either: a skipped module would hide its GPU tests."""
+    """No module may be skipped, because a skipped module would hide its GPU tests."""
     marked = [
         str(path)
         for path in (ROOT / "tests").rglob("test_*.py")

@@ -1,4 +1,4 @@
-"""Processes that share GPUs: what each of them is told."""
+"""Environment variables of test processes that share GPUs."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def test_sharing_settings_rotate_only_the_visible_gpus(visible, expected):
 
 @pytest.mark.slow
 def test_workers_have_their_settings_before_the_tests(tmp_path):
-    """Two workers on a machine that lists two GPUs: the real conftest, with a driver and a test of our own."""
+    """Two workers run a small test with the real conftest and a fake nvidia-smi that lists two GPUs."""
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\nprintf 'GPU 0: some GPU\\nGPU 1: some GPU\\n'\n")
     driver.chmod(0o755)
@@ -55,7 +55,7 @@ def test_one(turn):
     folder = pathlib.Path({str(tmp_path)!r})
     (folder / os.environ["PYTEST_XDIST_WORKER"]).write_text(" ".join(os.environ.get(x, "") for x in {names!r}))
 """)
-    # Of the worker that runs this test, too.
+    # The worker that runs this test has such settings too, and they must not be inherited.
     hidden = {"PYTEST_XDIST_WORKER", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", *sharing_settings({}, 0)}
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"PATH": f"{tmp_path}{os.pathsep}{environment['PATH']}", "PYTHONPATH": f"{ROOT / 'src'}"}

@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_python(code: str) -> str:
-    """Runs `code` in a fresh interpreter and returns what it printed."""
+    """Run `code` in a fresh interpreter and return its output."""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def test_import_after_jax_loads_only_itself():
-    """Any other package would make it slower; benchmarks/block_diagonal/figures.py measures the time."""
+    """Any other package would slow down the import; benchmarks/block_diagonal/figures.py measures the time."""
     run_python("""
 import sys
 import jax

@@ -55,7 +55,7 @@ def test_release_numbers_of_a_version_without_a_number_raises_value_error():
 
 
 def declared_bounds() -> dict[str, tuple[str, str | None]]:
-    """Lower and upper bounds of the requirements in pyproject.toml that have a lower one."""
+    """Return the lower and upper bounds of the requirements in pyproject.toml that have a lower bound."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [
         *project["dependencies"],
@@ -70,7 +70,7 @@ def declared_bounds() -> dict[str, tuple[str, str | None]]:
 def test_tested_range_is_the_declared_one(package):
     lower, upper = declared_bounds()[package]
     assert TESTED[package].first == lower
-    # An upper bound, where there is one, leaves out what nobody tested, and no more.
+    # An upper bound, if there is one, excludes exactly the untested versions.
     assert upper is None or TESTED[package].requirement(package) == f"{package}>={lower},<{upper}"
 
 
@@ -101,7 +101,7 @@ def test_installed_version_of_a_missing_package_is_none():
 
 
 def install(folder: Path, name: str, version: str, *files: str) -> None:
-    """Writes the files of a distribution and what pip records of it."""
+    """Write the files of a distribution and the metadata that pip records."""
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).touch()

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 IGNORED = {"__pycache__", ".pytest_cache", ".ipynb_checkpoints"}
-# Of a checkout, what a release leaves out.
+# Top-level names of a checkout that a release leaves out.
 LEFT_OUT = {".ci", ".gitignore", "lab"}
 
 
@@ -25,7 +25,7 @@ def version() -> str:
 
 
 def build(folder: Path, target: str, output: Path) -> Path:
-    """Builds one distribution of the project in `folder`, as `pip` and `build` do."""
+    """Build one distribution of the project in `folder`, as `pip` and `build` do."""
     code = f"""
 import os, sys
 os.chdir(sys.argv[1])
@@ -46,7 +46,7 @@ def sdist(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tmp_path_factory) -> Path:
-    """Built from the unpacked sdist, which therefore has all that a build needs."""
+    """Return a wheel built from the unpacked sdist, which must contain everything that a build needs."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
@@ -55,7 +55,7 @@ def wheel(sdist, tmp_path_factory) -> Path:
 
 
 def files_of(folder: Path) -> set[str]:
-    """Files below a folder of the checkout, by their path from the root."""
+    """Return the paths of the files below a folder of the checkout, relative to its root."""
     return {
         path.relative_to(ROOT).as_posix()
         for path in folder.rglob("*")
@@ -64,7 +64,7 @@ def files_of(folder: Path) -> set[str]:
 
 
 def tracked() -> set[str]:
-    """What git keeps; tests of an unpacked sdist have no git to ask."""
+    """Return the files that git tracks, or skip the test in an unpacked sdist, which has no git repository."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
     result = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -106,7 +106,7 @@ def test_wheel_needs_no_compiler(wheel):
 def test_sdist_contains_tracked_files_except_ci_and_experiments(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    # The build adds its own metadata, and keeps the rules of what is ignored.
+    # The build adds its own metadata and keeps .gitignore.
     assert names - {"PKG-INFO", ".gitignore"} >= {
         name for name in tracked() if name.partition("/")[0] not in LEFT_OUT and name != "PKG-INFO"
     }
@@ -164,7 +164,7 @@ def test_version_is_the_same_everywhere():
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """The Python of a new environment that has the wheel, and its dependencies from this one, not the checkout."""
+    """Return the Python of a new environment with the wheel and this environment's packages, but not the checkout."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
@@ -174,7 +174,8 @@ def installed(wheel, tmp_path_factory) -> Path:
     )
     assert result.returncode == 0, result.stderr
     packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
-    # A line of a .pth file is a folder on the path; .pth files within it, as of an editable install, are ignored.
+    # A line of a .pth file adds a folder to the path. Other .pth files in that folder, such as that of an editable
+    # install, are ignored.
     (Path(packages) / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     return python
 
@@ -197,7 +198,7 @@ def test_installed_package_is_imported_from_the_wheel(installed, tmp_path):
 def test_doctor_names_a_distribution_that_has_overwritten_the_package(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    # What `pip install blockdiag` does to it: the diagram tool has an __init__.py of its own.
+    # `pip install blockdiag` overwrites this file with the __init__.py of the diagram tool.
     (tmp_path / "blockdiag" / "__init__.py").write_text("__version__ = '3.0.0'\n")
     information = tmp_path / "blockdiag-3.0.0.dist-info"
     information.mkdir()

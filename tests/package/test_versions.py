@@ -1,4 +1,4 @@
-"""Every door and every operation once, in little time: what `./do test-newest` and `./do test-oldest` begin with."""
+"""Quick checks of every operation, which `./do test-newest` and `./do test-oldest` run with other versions."""
 
 import functools
 
@@ -40,7 +40,7 @@ PAGES = BATCH * TOKENS // PAGE
 
 
 def launches(op):
-    """The kernels of a call of usual sizes, forward and backward."""
+    """Return the launches of a typical call of an operation, forward and backward."""
     if op == "moba":
         return test_moba_plans.launches(test_moba_plans.BASE)
     if op == "paged":
@@ -60,7 +60,7 @@ OPS = ("block_diagonal", "moba", "paged", "moba_paged", "append", "key_convoluti
 
 @pytest.mark.parametrize("op", OPS[1:])
 def test_kernels_of_an_operation_compile_for_consumer_gpus(op):
-    """All else is in the tests of launch plans, where the same calls have the marker `versions`."""
+    """The tests of launch plans cover other architectures; there, the same calls have the marker `versions`."""
     for launch in launches(op):
         report = report_of(launch.plan(Target.for_arch(120)), 120)
         assert report.shared_bytes <= report.shared_limit
@@ -77,7 +77,7 @@ def attention_operands():
 
 
 def cache():
-    """Pages of keys and values, the pages of each sequence in any order, and lengths."""
+    """Return pages of keys and values, a shuffled page table, and the lengths."""
     table = np.random.default_rng(5).permutation(PAGES).reshape(BATCH, -1).astype(np.int32)
     pages = [random(PAGES, PAGE, KEY_HEADS, HEAD_DIM, seed=seed) for seed in (3, 4)]
     return *pages, jnp.asarray(table), jnp.asarray([TOKENS - 3, 20], jnp.int32)
@@ -91,7 +91,7 @@ def windowed(query, key, value):
 
 
 def call(op):
-    """A function of arrays with the option `implementation`, its arrays, and whether it has gradients."""
+    """Return a function with the option `implementation`, its operands, and whether it has gradients."""
     query, key, value = attention_operands()
     if op == "block_diagonal":
         return functools.partial(block_diagonal_attention, block_size=BLOCK, is_causal=True), [query, key, value], True
@@ -115,7 +115,7 @@ def call(op):
 
 
 def results(op, implementation):
-    """A function of the arrays to all results, and to gradients with respect to all of them where there are any."""
+    """Return a jitted function and its operands; the function returns the results and any gradients."""
     function, arrays, is_differentiable = call(op)
     function = functools.partial(function, implementation=implementation)
     if not is_differentiable:

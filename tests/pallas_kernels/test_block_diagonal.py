@@ -39,7 +39,7 @@ def make_problem(
     scale: float | None = None,
     sequences: int = 1,
 ) -> BlockDiagonalProblem:
-    """A problem of full tiles in `sequences` sequences of `blocks` blocks each."""
+    """Return a problem of full tiles in `sequences` sequences of `blocks` blocks each."""
     return BlockDiagonalProblem(
         tokens=sequences * blocks * BLOCK_SIZE,
         query_heads=query_heads,
@@ -55,7 +55,7 @@ def make_problem(
 
 
 def make_arrays(problem: BlockDiagonalProblem, seed: int = 0) -> tuple[jax.Array, ...]:
-    """Random query, key, value and output cotangent."""
+    """Return random query, key, value and output cotangent."""
     heads = (problem.query_heads, problem.key_heads, problem.key_heads, problem.query_heads)
     return tuple(
         jax.random.normal(random_key, (problem.tokens, count, problem.head_dim), jnp.dtype(problem.dtype))
@@ -64,7 +64,7 @@ def make_arrays(problem: BlockDiagonalProblem, seed: int = 0) -> tuple[jax.Array
 
 
 def compute(implementation, problem: BlockDiagonalProblem, query, key, value, cotangent, **options) -> list[jax.Array]:
-    """Output, dQ, dK and dV."""
+    """Return output, dQ, dK and dV."""
     output = implementation.forward(problem, query, key, value, None, None, **options)
     gradients = implementation.backward(problem, query, key, value, None, None, cotangent, **options)
     return [output, *gradients]
@@ -72,7 +72,7 @@ def compute(implementation, problem: BlockDiagonalProblem, query, key, value, co
 
 @functools.cache
 def compiled(implementation, problem: BlockDiagonalProblem, **options) -> Callable[..., list[jax.Array]]:
-    """The same of arrays, compiled once for all tests of a problem."""
+    """Return `compute` as a function of the arrays, compiled once for all tests of a problem."""
     return compiled_quickly(functools.partial(compute, implementation, problem, **options))
 
 
@@ -81,7 +81,7 @@ def run(implementation, problem: BlockDiagonalProblem, arrays: tuple[jax.Array, 
 
 
 def expected(problem: BlockDiagonalProblem, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """The reference in float32, which rounds nowhere."""
+    """Return the results of the reference in float32, which rounds nowhere."""
     wide = dataclasses.replace(problem, dtype="float32")
     return run(reference, wide, tuple(array.astype(jnp.float32) for array in arrays))
 
@@ -89,7 +89,7 @@ def expected(problem: BlockDiagonalProblem, arrays: tuple[jax.Array, ...]) -> li
 def assert_close(results: list[jax.Array], wanted: list[jax.Array], tolerance: float) -> None:
     for name, result, want in zip(("output", "dq", "dk", "dv"), results, wanted, strict=True):
         assert result.shape == want.shape
-        # In NumPy, which compiles nothing.
+        # NumPy compiles nothing.
         error = np.abs(np.asarray(result, np.float32) - want).max()
         assert error <= tolerance * np.abs(want).max(), f"{name}: {error}"
 
@@ -218,7 +218,7 @@ def test_default_schedules_fit_in_shared_memory(name):
 
 @pytest.mark.parametrize("name", ["plain", "grouped", "causal head_dim 128", "head_dim 256"])
 def test_calls_lower_for_cuda_without_a_gpu_to_one_kernel_and_nothing_else(name):
-    """Not one repeat of K or V, no copy, no scratch in device memory: only the kernel."""
+    """Keys and values are not repeated or copied, and device memory has no scratch space."""
     problem = SUPPORTED[name]
     query, key, value, cotangent = make_arrays(problem)
     calls = {

@@ -126,7 +126,7 @@ def check_shared(
 
 
 def check_fuse(case: str) -> None:
-    """Check each strategy, masks by position and by document, biases of all kinds, and operations around attention."""
+    """Check each strategy with masks and biases of all kinds, and with operations around attention."""
     count = dist.get_world_size()
     total, few, many = OWN * count, operands(1), operands(count)
     tokens = (1, 1, 1)
@@ -203,7 +203,7 @@ def check_fuse_rounding(strategy: str, implementation: str, most: float) -> None
     for i, (x, one, wanted, axis) in enumerate(zip(found, of_one, exact, axes[1:], strict=True)):
         assert x.dtype == torch.bfloat16
         error, error_of_one = ((y.double() - wanted).norm().item() for y in (gather_whole(context, x, axis), one))
-        # The others are those of one process but for the order of sums.
+        # The other gradients differ from those of one process only in the order of sums.
         assert error <= (most if i in summed else max(most, 1.05)) * error_of_one, (i, error, error_of_one)
 
 
@@ -226,7 +226,7 @@ def check_fuse_refusals() -> None:
             fuse(causal, context_parallel=world(), **options)
     with pytest.raises(ValueError, match="`token_axes` is for `context_parallel`, which is None"):
         fuse(causal, token_axes=1)
-    # Heads are not tokens, and queries must not be whole.
+    # A head axis is not a token axis, and every process needs its own part of the queries.
     refused("must name axes of queries, or of keys .*, has neither queries nor keys", heads_first, query, key, value)
     refused("names no axis that becomes the queries", heads_first, query, key, value, axes=(None, 2, 2))
     refused(r"`token_axes` has the axis 4 for `args\[0\]`, of shape", causal, query, key, value, axes=4)

@@ -58,7 +58,7 @@ def several_processes(folder: Path, count: int, device: str = "cpu") -> Iterator
         if process.is_alive():
             pipe.send(None)
     for process in processes:
-        process.join(120)  # a busy machine takes its time to leave Python
+        process.join(120)  # leaving Python takes long on a busy machine
         assert process.exitcode == 0
 
 

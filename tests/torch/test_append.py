@@ -1,4 +1,4 @@
-"""Appending to a paged cache in torch on the CPU: exact results in place, natively interpreted, and as an operator."""
+"""`append_to_pages` in torch on the CPU: exact in-place results, the interpreted native path, and the operator."""
 
 import dataclasses
 import functools
@@ -34,14 +34,14 @@ def forget_compiled_functions():
 
 
 def arguments_of(case, arrays, device="cpu"):
-    """Arguments of the public function, of those of a case in numpy."""
+    """Return the arguments of the public function as tensors, from a case's NumPy arrays."""
     tensors = {name: to_tensor(x, device) if isinstance(x, np.ndarray) else x for name, x in arrays.items()}
     rotary = to_torch_rotary(case.rotary_argument(), device)
     return {"page_table": None, "rotary": rotary, "block_size": case.block_size} | tensors
 
 
 def operator_arguments(*, rotary=None, key_scale=None, value_scale=None, **arguments):
-    """What `torch.ops.blockdiag.append_to_pages` takes for a call."""
+    """Return the arguments of `torch.ops.blockdiag.append_to_pages` for a call."""
     (cos, sin, positions), letters = rotary_of(rotary)
     scales = dict(zip(("key_scale", "key_scale_pages"), _apart(key_scale), strict=True))
     scales |= dict(zip(("value_scale", "value_scale_pages"), _apart(value_scale), strict=True))
@@ -50,7 +50,7 @@ def operator_arguments(*, rotary=None, key_scale=None, value_scale=None, **argum
 
 
 def good_tensors():
-    """A right call whose numbers are not zeros."""
+    """Return the tensors of a valid call, with random numbers instead of zeros."""
     generator = torch.manual_seed(0)
     tensors = to_tensors(GOOD)
     return {
@@ -59,7 +59,7 @@ def good_tensors():
 
 
 def check(case, append, arrays=None):
-    """Append to tensors, whose content must then be exact, in their own memory."""
+    """Append to tensors and assert that their contents are exact and that their memory has not moved."""
     arrays = case.arguments() if arrays is None else arrays
     arguments = arguments_of(case, arrays)
     places = {name: arguments[name].data_ptr() for name in case.written}
@@ -156,17 +156,17 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib"}
 
 
 def test_native_append_does_not_import_jax():
-    """Here and by MoBA over a paged cache."""
+    """MoBA over a paged cache must not import JAX either."""
     pytest.importorskip("triton")
     result = subprocess.run([sys.executable, "-c", NO_JAX], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
 
-# --- what torch does with the operator ----------------------------------------------------------------------------
+# --- opcheck, torch.compile and autograd --------------------------------------------------------------------------
 
 
 def test_append_operators_pass_opcheck():
-    """It says what it changes: all that are written here are returned, and nothing else changes."""
+    """opcheck fails if an operator changes an argument that its schema does not declare as mutated."""
     arguments = good_tensors() | dict(
         key_centroids=torch.zeros(2, 1, 2, 8), block_size=4, rotary=blockdiag_rotary(), key_scale=torch.tensor(0.5)
     )
@@ -183,7 +183,7 @@ def blockdiag_rotary():
 
 
 def test_a_decode_step_compiles_to_one_graph():
-    """Append and attend: what is attended to is what was appended."""
+    """The step attends to the tokens that it has just appended."""
     arguments = good_tensors()
     rotary = blockdiag_rotary()
 

@@ -1,4 +1,4 @@
-"""`context_parallel=` on four processes: sequences whose tokens they share, beside one process that has all."""
+"""`context_parallel=` on four processes that share the tokens of sequences, compared with one process."""
 
 import pytest
 
@@ -8,7 +8,7 @@ if not torch.distributed.is_available():
 
 from tests.torch.process_support import several_processes  # noqa: E402
 
-# A few more are in test_torch_context_parallel_on_gpu: most of the time here is compilation in each process.
+# More checks are in test_torch_context_parallel_on_gpu, because every process here spends most of its time compiling.
 CHECKS = (
     ("check_refusals",),
     ("check_transfers_beside_attention",),
@@ -28,14 +28,14 @@ CHECKS = (
     ("context_fuse_worker.check_fuse_kernels", "ring"),
     ("context_fuse_worker.check_fuse_rounding", "gather", "triton", 1.01),
     ("context_fuse_worker.check_fuse_rounding", "ulysses", "triton", 1.01),
-    # Results are rounded otherwise, since parts of them are merged.
+    # This strategy merges partial results, which rounds them differently.
     ("context_fuse_worker.check_fuse_rounding", "ring", "triton", 1.1),
     ("context_fuse_worker.check_fuse", "gather, biases"),
     ("context_fuse_worker.check_fuse", "ulysses, bias"),
     ("context_fuse_worker.check_fuse", "layer"),
     ("context_fuse_worker.check_fuse", "ring, heads first"),
 )
-# Another case above has the same strategy, and another one has the same function or implementation.
+# Cases above cover the strategy of each of these, and its function or implementation.
 COVERED = (
     ("check_moba", "gather", "masked"),
     ("check_block_diagonal", "within blocks"),

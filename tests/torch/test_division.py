@@ -1,4 +1,4 @@
-"""DTensors on four processes: every operator divides batch rows and heads, and what devices share is summed."""
+"""DTensors on four processes: operators divide batch rows and heads, and partial results are summed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every torch operator with open token axes in torch.compile and torch.export: around 1 block, k blocks, k + 1."""
+"""Dynamic token axes of every torch operator in torch.compile and torch.export."""
 
 import functools
 
@@ -27,13 +27,13 @@ from blockdiag.torch.ops.moba.operators import symbolic_packed_blocks, symbolic_
 from tests.torch.torch_support import assert_same_bits  # noqa: E402
 
 BLOCK, TOP_K = 16, 3
-# One block, k + 1 blocks and k blocks.
+# Numbers of tokens that need 1, k + 1 and k blocks, where k is `TOP_K`.
 LENGTHS = (BLOCK - 1, TOP_K * BLOCK + 1, TOP_K * BLOCK)
 MOST_TOKENS = 128
 TABLES = rotary_tables(MOST_TOKENS, 8)
 
 pytestmark = [
-    # torch's own: of export's tree of submodules, and of torch.jit where it looks up a function.
+    # torch raises these: export for its tree of submodules, and torch.jit when it looks up a function.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 
@@ -54,7 +54,7 @@ def packed(tokens, heads=2):
 
 
 def offsets(tokens):
-    """Two sequences, and rows that belong to none."""
+    """Return the offsets of two sequences, followed by a row that belongs to neither."""
     return torch.tensor([0, tokens // 3, tokens - 1], dtype=torch.int32)
 
 
@@ -85,20 +85,20 @@ def indices_of_routing(query, key, **options):
 
 
 def cache(tokens):
-    """A contiguous cache of `tokens` keys of each of two sequences."""
+    """Return queries and a contiguous cache of `tokens` tokens for each of two sequences."""
     pages = {name: torch.randn(2, tokens, 2, 8) for name in ("key_pages", "value_pages")}
     return {"query": torch.randn(2, 1, 4, 8)} | pages | {"kv_lengths": torch.tensor([1, tokens], dtype=torch.int32)}
 
 
 def pages(tokens):
-    """A pool of `tokens` pages."""
+    """Return queries and a pool of `tokens` pages."""
     pool = {name: torch.randn(tokens, 4, 2, 8) for name in ("key_pages", "value_pages")}
     table = torch.tensor([[0, 1, 2], [3, 4, 0]], dtype=torch.int32)
     return {"query": torch.randn(2, 1, 4, 8), "page_table": table, "kv_lengths": torch.tensor([9, 3]).int()} | pool
 
 
 def packed_queries(tokens):
-    """A contiguous cache, and `tokens` rows of queries."""
+    """Return a contiguous cache and `tokens` rows of packed queries."""
     rows = torch.tensor([0, 3, 5], dtype=torch.int32)
     return cache(20) | {"query": torch.randn(tokens, 4, 8), "query_offsets": rows}
 
@@ -108,7 +108,7 @@ def centroids(tokens):
 
 
 def appended(key, value, key_pages, value_pages, kv_lengths, **more):
-    """What is written, in copies."""
+    """Append to copies of the pages and return the copies."""
     written = [x.clone() for x in (key_pages, value_pages)]
     append_to_pages(key, value, *written, None, kv_lengths, **more)
     return tuple(written)
@@ -160,7 +160,7 @@ def more_packed_keys(tokens):
     return rows | {"sequence_offsets": offsets(BLOCK), "key_sequence_offsets": offsets(tokens)}
 
 
-# The function, its tensors for a number of tokens, and whether it is differentiated.
+# Each case: a function, a maker of its tensors for a number of tokens, and whether it is differentiated.
 CALLS = {
     "block diagonal": (BLOCKS, BATCH, True),
     "block diagonal, causal": (functools.partial(BLOCKS, is_causal=True, scale=0.3), BATCH, True),
@@ -224,7 +224,10 @@ CALLS = {
 
 
 def results(function, tensors, *, is_differentiated):
-    """What a function returns and, for cotangents that are the results, the gradients of all floating tensors."""
+    """Return the outputs and, if differentiated, the gradients of all floating tensors.
+
+    The cotangents are the outputs.
+    """
     if not is_differentiated:
         with torch.no_grad():
             outputs = function(**tensors)
@@ -236,7 +239,7 @@ def results(function, tensors, *, is_differentiated):
     return [*(x.detach() for x in outputs), *gradients]
 
 
-# Each part of these is in another call, and all are exported.
+# Other compiled calls cover each part of these, and every call is exported.
 COVERED = ("moba, with log-sum-exp", "moba, offsets, not causal", "moba, given routing, not causal", "moba, top_k 1")
 
 
@@ -244,7 +247,7 @@ COVERED = ("moba, with log-sum-exp", "moba, offsets, not causal", "moba, given r
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name in COVERED else []) for name in CALLS]
 )
 def test_compiled_call_of_new_lengths_equals_the_eager_call(name):
-    """As torch.compile comes: the first length is static, and the second one makes the axis dynamic."""
+    """By default the first length is static, and the second one makes the axis dynamic."""
     function, make, is_differentiated = CALLS[name]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for tokens in LENGTHS:
@@ -254,7 +257,7 @@ def test_compiled_call_of_new_lengths_equals_the_eager_call(name):
 
 
 class Exported(torch.nn.Module):
-    """A function of tensors as torch.export takes one."""
+    """A module that calls a function of tensors, because torch.export takes a module."""
 
     def __init__(self, function):
         super().__init__()
@@ -265,7 +268,7 @@ class Exported(torch.nn.Module):
 
 
 def open_axes(make):
-    """Each axis of the tensors that grows with the tokens, for torch.export."""
+    """Return the dynamic axes for torch.export: those that grow with the tokens."""
     few, many = make(LENGTHS[0]), make(LENGTHS[1])
     tokens = torch.export.Dim("tokens", min=2, max=MOST_TOKENS)
     return {
@@ -280,7 +283,7 @@ def open_axes(make):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_exported_call_of_any_length_equals_the_eager_call(name):
-    """One program for all lengths: none is a constant, and none splits the range."""
+    """One exported program serves all lengths: none may become a constant or split the range."""
     function, make, _ = CALLS[name]
     tensors = make(LENGTHS[1])
     program = torch.export.export(Exported(function), (tensors,), dynamic_shapes=({**open_axes(make)},))
@@ -327,7 +330,7 @@ def test_symbolic_counts_equal_integer_counts():
 
 
 def test_compiled_call_with_changing_options_equals_the_eager_call():
-    """Numbers among the arguments of a compiled function become symbols when they change."""
+    """torch.compile replaces number arguments by symbols when their values change."""
     x = torch.randn(40, 2, 8)
 
     def function(x, block_size, top_k, scale):

@@ -1,4 +1,4 @@
-"""Calls at the edges of what torch allows: other devices, forward mode, no tokens, modules without memory."""
+"""Edge cases of torch calls: other devices, forward mode, empty calls and modules on the meta device."""
 
 import contextlib
 from collections import OrderedDict
@@ -102,7 +102,7 @@ def test_rotary_tables_are_filled_however_parameters_are_loaded():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What is bound while which device is current, on a machine without a GPU."""
+    """Return a list that collects each bound launch with its device and the current device."""
     current, seen = [0], []
 
     @contextlib.contextmanager
@@ -119,7 +119,7 @@ def launches(monkeypatch):
 
 
 class OnDevice:
-    """As much of a CUDA tensor as is looked at before a launch."""
+    """A stand-in for a CUDA tensor, with the attributes that are read before a launch."""
 
     def __init__(self, *shape, device=1):
         self.shape, self.ndim, self.dtype = torch.Size(shape), len(shape), torch.bfloat16
@@ -150,7 +150,7 @@ def test_fused_projection_with_invalid_heads_raises_value_error():
 
 
 def test_is_plain_excludes_subclasses_modes_and_transforms(monkeypatch):
-    """As on CUDA, but for the device."""
+    """CPU tensors that report `is_cuda` stand for CUDA tensors."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     x = torch.ones(2)
     assert is_plain(x, None)
@@ -163,4 +163,4 @@ def test_is_plain_excludes_subclasses_modes_and_transforms(monkeypatch):
 
 
 class Watched(torch.Tensor):
-    """Some subclass."""
+    """A tensor subclass."""

@@ -1,4 +1,4 @@
-"""`blockdiag.torch.fuse`: through JAX, and the native launches in Triton's interpreter."""
+"""`blockdiag.torch.fuse` through JAX and with native launches in Triton's interpreter."""
 
 import functools
 import importlib.util
@@ -37,9 +37,9 @@ NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 TRITON = pytest.param("triton", marks=NEEDS_TRITON)
 BOTH = pytest.mark.parametrize("implementation", ["xla", TRITON])
 
-# Two tiles of tokens, for few programs of an interpreter.
+# The tokens fill two tiles, so that the interpreter runs few programs.
 SIZES = Sizes(batch=2, rows=1, query_tokens=40, key_tokens=40, query_heads=2, key_heads=1, value_dim=12)
-# One for each structure, and how many functions JAX computes around the kernels.
+# One variant of each structure, with the number of functions that JAX computes around the kernels.
 NATIVE_VARIANTS = {
     "vanilla": 0,
     "causal_document": 1,  # lists of tiles
@@ -57,7 +57,7 @@ NATIVE_VARIANTS = {
 
 @functools.cache
 def operands(name: str) -> tuple[dict[str, jax.Array], Any]:
-    """Inputs of a variant and a cotangent of its outputs."""
+    """Return the inputs of a variant and a cotangent of its outputs."""
     variant = VARIANTS[name]
     inputs = variant.make_inputs(jax.random.key(0), SIZES)
     generator = np.random.default_rng(0)
@@ -67,7 +67,7 @@ def operands(name: str) -> tuple[dict[str, jax.Array], Any]:
 
 @functools.cache
 def exact(name: str) -> dict[str, np.ndarray]:
-    """Outputs and gradients of a variant in float64."""
+    """Return the outputs and gradients of a variant in float64."""
     variant = VARIANTS[name]
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64 if x.dtype == np.float32 else None), operands(name))
     inputs, cotangent = dict(wide[0]), wide[1]
@@ -86,7 +86,7 @@ def exact(name: str) -> dict[str, np.ndarray]:
 
 
 def results_of(name: str, fused: Any) -> dict[str, Any]:
-    """Outputs and gradients of a fused variant."""
+    """Return the outputs and gradients of a fused variant."""
     variant = VARIANTS[name]
     inputs, cotangent = jax.tree.map(to_tensor, operands(name))
     wanted = [inputs[name].requires_grad_() for name in variant.differentiable]
@@ -144,7 +144,7 @@ def test_delta_kernel_compiles_without_spills(arch):
 
 
 def causal(query, key, value):
-    """[B, T, N, H] each."""
+    """Compute causal attention of operands [B, T, N, H]."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
     positions = jnp.arange(query.shape[1])
     scores = jnp.where((positions[:, None] >= positions[None, :])[None, None], scores, -jnp.inf)
@@ -157,7 +157,7 @@ def ranked(query, key, value):
 
 
 def biased(query, key, value, bias):
-    """[B, N, T, H] each but the bias, [N, T, T]."""
+    """Compute attention of operands [B, N, T, H] with a bias [N, T, T]."""
     scores = jnp.einsum("bnth,bnsh->bnts", query, key) + bias[None]
     return jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(scores, axis=-1), value)
 
@@ -168,12 +168,12 @@ def tensors(count: int = 3, shape: tuple[int, ...] = (1, 20, 2, 16), grad: bool 
 
 
 def plain(function: Any, *arguments: Any) -> Any:
-    """The result of the function as it stands, as a tensor."""
+    """Return the result of the unfused function as a tensor."""
     return to_tensor(function(*[jnp.asarray(to_numpy(x)) for x in arguments]))
 
 
 class Counted:
-    """Counts how often a function is traced."""
+    """A function that counts how often it is traced."""
 
     def __init__(self, function):
         self.function, self.traces = function, 0
@@ -241,7 +241,7 @@ def test_gradients_are_computed_only_for_operands_that_require_them(implementati
     expected = jax.grad(lambda *given: biased(*given).sum(), argnums=2)(*arrays)
     torch.testing.assert_close(value.grad, to_tensor(expected))
     if implementation == "triton":
-        # The bias is read, and the kernel of its gradient is not launched.
+        # The kernel for the gradient of the bias is not launched.
         assert "fused_forward" in launched and "fused_columns" in launched
         assert not {"fused_rows", "fused_pairs"} & set(launched)
 
@@ -295,7 +295,7 @@ def test_bfloat16_in_the_interpreter_is_accurate():
     ],
 )
 def test_rewritten_programs_match_jax_with_gradients(cases, function, shapes):
-    """Sums of weights that divide, pixels of a grid, and sums over features."""
+    """The cases cover deferred division, grids of pixels and sums over features."""
     arrays = cases.arrays(*shapes)
     operands = [to_tensor(x).requires_grad_() for x in arrays]
     output = fuse(function, implementation="triton")(*operands)
@@ -500,7 +500,7 @@ def test_joint_kernel_is_chosen_only_on_hopper_with_all_gradients_needed(arch, n
         raise AssertionError(f"{spec.name} is made ready")
 
     bound = BoundRegion(steps, refuse, None if arch is None else Target.for_arch(arch))
-    # Queries, the first gradient of the joint kernel, are needed in any case.
+    # The query gradient, the first of the joint kernel, is needed in every case.
     place = steps.on_hopper[0].gradients[0].operand
     flags = [needed or i == place for i in range(len(names))]
     assert (bound.backward_steps(flags) is steps.on_hopper) == is_joint
@@ -508,7 +508,7 @@ def test_joint_kernel_is_chosen_only_on_hopper_with_all_gradients_needed(arch, n
 
 @pytest.mark.parametrize("implementation", ["xla", TRITON])
 def test_current_gpu_that_jax_changes_is_restored_by_fuse_and_explain(monkeypatch, implementation):
-    """JAX leaves a thread on the GPU that it used last: here, with each trace of the function."""
+    """JAX leaves a thread on the GPU that it used last. Here each trace of the function changes the current GPU."""
     current = [1]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

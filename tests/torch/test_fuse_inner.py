@@ -1,4 +1,4 @@
-"""Loops, branches and recomputed parts with attention inside, from torch: kernels in Triton's interpreter."""
+"""Loops, branches and recomputation around attention, fused from torch and run in Triton's interpreter."""
 
 import functools
 
@@ -24,24 +24,24 @@ TOKENS, WIDTH, LAYERS = 20, 16, 3
 
 
 def attention(query, key, value):
-    """[T, H] each."""
+    """Compute attention of operands [T, H]."""
     return jax.nn.softmax(query @ key.mT / 4) @ value
 
 
 def layer(x, weight):
-    """[T, H], and [3, H, H]."""
+    """Add attention of projections to x [T, H]; `weight` is [3, H, H]."""
     return x + attention(*(x @ weight[i] for i in range(3)))
 
 
 def arrays():
-    """An input, and a weight for each layer."""
+    """Return an input and a weight for each layer."""
     draw = np.random.default_rng(0)
     shapes = ((TOKENS, WIDTH), (LAYERS, 3, WIDTH, WIDTH))
     return [jnp.asarray(draw.normal(size=shape) / 4, jnp.float32) for shape in shapes]
 
 
 def regions_in(program):
-    """How many regions a program has, those within others included."""
+    """Count the regions of a program, including those inside nested programs."""
     found = 0
     for equation in program.eqns:
         found += equation.primitive is region_p
@@ -52,13 +52,13 @@ def regions_in(program):
 
 
 def assert_as_in_jax(function, given, tolerance=1e-5):
-    """Results and gradients of the fused function are those of the function."""
+    """Assert that the fused function has the results and gradients of `function` in JAX."""
     outputs, pull = jax.vjp(lambda *x: jax.tree.leaves(function(*x)), *given)
     cotangents = [jnp.sin(3 * x) for x in outputs]
     operands = [to_tensor(x).requires_grad_() for x in given]
     found = jax.tree.leaves(fuse(function, implementation="triton")(*operands))
     pairs = zip(found, map(to_tensor, cotangents), strict=True)
-    # Counts, and results of no steps, depend on no operand.
+    # Counts and the results of loops without steps depend on no operand.
     followed, given_back = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
     gradients = torch.autograd.grad(followed, operands, given_back, materialize_grads=True)
     for one, other in zip([*found, *gradients], [*outputs, *pull(cotangents)], strict=True):
@@ -68,7 +68,7 @@ def assert_as_in_jax(function, given, tolerance=1e-5):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The names of all kernels that run, in order."""
+    """Return a list that collects the names of all kernels in the order in which they run."""
     names = []
     original = call._interpreted
 
@@ -95,12 +95,12 @@ def test_masks_built_before_a_loop_match_jax():
 
 
 def counted_up(x, weights):
-    """A loop that counts, in the place of one over layers."""
+    """Apply the layers in a loop over their indices."""
     return jax.lax.fori_loop(0, LAYERS, lambda i, x: layer(x, weights[i]), x)
 
 
 def with_all_results(x, weights):
-    """What each step makes, last first, and numbers that go from step to step."""
+    """Return the results of every step of a reverse scan, and counters that the steps carry."""
 
     def step(carry, weight):
         count, x = carry
@@ -130,7 +130,7 @@ def test_loops_and_branches_match_jax(function):
 
 
 def test_loop_is_prepared_once(launched):
-    """Its steps run the kernels of one."""
+    """A loop of several steps must not trace its function more often than a loop of one step."""
 
     def scanned(x, weights):
         return jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0]
@@ -183,7 +183,7 @@ def test_only_the_chosen_branch_runs(launched):
 
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_cond_of_attention_needs_no_jax_segment(is_wanted):
-    """Neither which one it is, nor attention of arguments in it: a launch, or none."""
+    """Neither the predicate nor attention to arguments in a branch may need JAX."""
 
     def function(x, is_wanted):
         return jax.lax.cond(is_wanted, lambda: attention(x, x, x), lambda: x)
@@ -197,8 +197,6 @@ def test_cond_of_attention_needs_no_jax_segment(is_wanted):
 
 @pytest.mark.parametrize("index", [-2, 0, 1, 7])
 def test_switch_clamps_indices_beyond_the_branches(index):
-    """They are those of the first and of the last one."""
-
     def function(x, index):
         return jax.lax.switch(index, [lambda: x, lambda: 2 * x, lambda: attention(x, x, x)])
 
@@ -208,7 +206,7 @@ def test_switch_clamps_indices_beyond_the_branches(index):
 
 
 def test_results_of_loops_and_branches_own_their_memory():
-    """Also what a loop hands through, and what a branch returns as it is."""
+    """This includes unchanged carries of a loop and operands that a branch returns unchanged."""
 
     def function(x, weights):
         (same, last), _ = jax.lax.scan(lambda c, w: ((c[0], layer(c[1], w)), None), (x, x), weights)

@@ -1,4 +1,4 @@
-"""Torch inside of functions that JAX runs: what the error says was of torch, where, and what to write."""
+"""Errors for torch values inside functions that JAX traces name the value, its line and the remedy."""
 
 import functools
 import linecache
@@ -21,7 +21,7 @@ OPTIONS = {"dtype": torch.float32}
 
 
 class Layer(torch.nn.Module):
-    """What a module may have that a function in JAX may not read."""
+    """A module with a parameter and a submodule, which functions traced by JAX cannot use."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def scaled(scores, factor):
     return scores * factor
 
 
-# What is done with scores [B, N, T, S], what the message names, and the remedy.
+# Each case holds an operation on scores [B, N, T, S], the name in the message and the remedy.
 MISTAKES = {
     "a parameter": (lambda s: s * GAIN, "`GAIN`", r"torch parameter of shape \[2, 1, 1\].*make it an argument"),
     "a parameter first": (lambda s: GAIN * s, "`GAIN`", "make it an argument"),

@@ -1,4 +1,7 @@
-"""The order of steps of `fuse` with the strategy "ring"; results are compared over processes elsewhere."""
+"""The order of transfers and kernels of `fuse` with the strategy "ring".
+
+`check_fuse` in context_fuse_worker compares the results across processes.
+"""
 
 import types
 
@@ -23,7 +26,7 @@ def causal(query, key, value):
 
 
 def test_ring_transfers_overlap_with_attention():
-    """Forward and backward, the transfers of a step leave before its kernels and are awaited after them."""
+    """Each step starts its transfers before its kernels and awaits them afterwards, forward and backward."""
     whole = jax.ShapeDtypeStruct((1, 64, 16), jnp.bfloat16)
     (region,) = trace(causal, (whole, whole, whole), {}).all_regions()
     programs = []
@@ -43,7 +46,7 @@ def test_ring_transfers_overlap_with_attention():
         lambda region: lambda *x: mark_gradients(region, x[: len(region.leaves)], *x[len(region.leaves) :]),
     )
     processes = types.SimpleNamespace(size=4, rank=1, group=None, strategy="ring")
-    # Places of rows and keys are known.
+    # Sources without a key are positions, which have no token axis to divide.
     axes = tuple(None if source.key is None else 1 for source in region.sources)
     ring = []
     SharedRegion(processes, region, axes, False, ring.append).bound()
@@ -53,6 +56,6 @@ def test_ring_transfers_overlap_with_attention():
     sent, awaited = "start start", "finish finish"
     step = f"{sent} attend {awaited}"
     assert forward == f"{step} {step} {step} attend"
-    # Gradients of keys and values travel beside the next step, and home after the last one.
+    # Gradients of keys and values are sent during the next step, and return to their process after the last one.
     with_sums = f"{sent} {sent} attend {awaited} {awaited}"
     assert backward == f"{step} {with_sums} {with_sums} {step} {sent} {awaited}"

@@ -1,4 +1,4 @@
-"""`blockdiag.torch.fuse` in use: keys of random numbers, effects, decorated methods, and what explains a call."""
+"""Uses of `blockdiag.torch.fuse`: random keys, effects, decorated methods and `explain`."""
 
 import contextlib
 import importlib.util
@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", 
 
 
 def attention(query, key, value):
-    """[T, H] each."""
+    """Compute attention of operands [T, H]."""
     return jax.nn.softmax(query @ key.mT / 4) @ value
 
 
@@ -123,7 +123,7 @@ def test_returned_key_raises_type_error(implementation):
 
 @BOTH
 def test_numpy_scalars_are_operands_without_retracing(implementation):
-    """A number of a schedule makes no program of its own, and 64 bits are not narrowed without a word."""
+    """A new value of a scalar must not retrace the function, and 64-bit values must not be narrowed silently."""
     traces = []
     fused = fuse(lambda *x: (traces.append(1), scaled(*x))[1], implementation=implementation)
     found = [fused(*tensors(), np.float32(scale)) for scale in (2, 3)]
@@ -163,7 +163,7 @@ EFFECTS = {"debug_print": printing, "new_ref": writing, "ref": writing_the_resul
 @NEEDS_TRITON
 @pytest.mark.parametrize("name", EFFECTS)
 def test_effects_raise_not_implemented_error_in_kernels_and_run_through_jax(name):
-    """They are JAX's, as a whole: refused where it may not compute the call."""
+    """A function with effects runs entirely in JAX, and is refused where JAX may not compute the call."""
     function = EFFECTS[name]
     with pytest.raises(NotImplementedError, match=rf"`\w*{name}.*test_fuse_uses.py.*via=\"jax\""):
         fuse(function, implementation="triton")(*tensors())
@@ -180,7 +180,7 @@ def test_effects_raise_not_implemented_error_in_kernels_and_run_through_jax(name
 
 
 class Scaled(torch.nn.Module):
-    """Attention with a parameter that the fused function is, or is not, given."""
+    """A module whose `forward` passes its parameter to a fused function, while `decorated` closes over it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Key convolution in torch on the CPU: values, gradients, and everything torch does with an operator."""
+"""Key convolution in torch on the CPU: values, gradients, and the operators under torch's transformations."""
 
 import dataclasses
 import functools
@@ -26,12 +26,12 @@ CASES = {
 
 
 def tensors_of(case):
-    """Key, weights, and cotangent of the output."""
+    """Return key, weights and a cotangent of the output."""
     return [to_tensor(x) for x in case.operands()]
 
 
 def convolve(case, **more):
-    """The operation on key and weights."""
+    """Return the operation as a function of key and weights."""
     options = dict(case.options)
     if "sequence_offsets" in options:
         options["sequence_offsets"] = to_tensor(options["sequence_offsets"])
@@ -39,12 +39,12 @@ def convolve(case, **more):
 
 
 def results_of(case, **more):
-    """Output and gradients of key and weights."""
+    """Return the output and the gradients of key and weights."""
     return value_and_gradients(convolve(case, **more), *tensors_of(case))
 
 
 def operator_arguments(case, implementation=""):
-    """What `torch.ops.blockdiag.key_convolution_forward` takes for a call."""
+    """Return the arguments of `torch.ops.blockdiag.key_convolution_forward` for a call."""
     key, weights, _ = tensors_of(case)
     offsets = case.options.get("sequence_offsets")
     offsets = None if offsets is None else to_tensor(offsets)
@@ -122,7 +122,7 @@ def test_empty_operands_keep_their_shape(shape):
 
 @pytest.mark.parametrize("name", CASES)
 def test_operators_pass_opcheck(name):
-    """Schema, fake kernel and derivative of the operators, also with symbolic shapes."""
+    """opcheck covers the schema, the fake kernel and the derivative, also with symbolic shapes."""
     case = CASES[name]
     key, weights, *rest = operator_arguments(case)
     with_gradients = (key.clone().requires_grad_(), weights.clone().requires_grad_(), *rest)
@@ -169,7 +169,7 @@ def test_new_lengths_do_not_recompile():
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_autocast_casts_the_key_and_keeps_float32_weights(is_compiled):
-    """The key is cast; float32 weights need not be, and their gradient is float32."""
+    """The gradient of float32 weights stays float32."""
     case = CASES["batch"]
     key, weights, cotangent = tensors_of(case)
 
@@ -213,7 +213,7 @@ def test_second_derivatives_raise_not_implemented_error():
         gradient.square().sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, with its first tangent
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by torch for its first tangent
 def test_forward_mode_raises_not_implemented_error():
     operands = tuple(tensors_of(CASES["batch"])[:2])
     with pytest.raises(NotImplementedError, match=r"forward-mode derivatives of key convolution"):
@@ -245,7 +245,7 @@ def test_invalid_arguments_raise_value_error(name):
 
 
 def test_meta_tensors_give_meta_tensors():
-    """Shapes follow without memory and without any implementation."""
+    """Shape inference needs neither data nor an implementation."""
     key = torch.zeros(2, 20, 2, 8, device="meta", dtype=torch.bfloat16)
     output = key_convolution(key, torch.zeros(3, 2, 8, device="meta"))
     assert output.is_meta and output.shape == key.shape and output.dtype == key.dtype

@@ -1,4 +1,4 @@
-"""Wrong arguments of the torch functions are told as in JAX."""
+"""Invalid arguments of the torch functions raise the messages of the JAX functions."""
 
 import re
 
@@ -15,7 +15,7 @@ from tests.torch.torch_support import to_tensor  # noqa: E402
 
 
 def as_torch(value):
-    """An argument of the JAX function as one of the torch function."""
+    """Convert an argument of the JAX function to one of the torch function."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return to_tensor(value)
     if isinstance(value, blockdiag.Rotary):
@@ -26,13 +26,13 @@ def as_torch(value):
 
 
 def message_of(function, arguments) -> str:
-    """What a call raises, dtypes by their plain names."""
+    """Return the message of the error that a call raises, with plain dtype names."""
     with pytest.raises(ValueError) as caught:
         function(**arguments)
     return re.sub(r"torch\.(?=b?float|int)", "", str(caught.value))
 
 
-# Told in torch's words; see `test_invalid_torch_arguments_raise_value_error`.
+# torch's messages differ for these; see `test_invalid_torch_arguments_raise_value_error`.
 OTHER_KINDS = {"offsets of a list", "rotary of a tuple", "tables of lists"}
 
 

@@ -1,4 +1,4 @@
-"""MoBA in torch on the CPU: values, gradients, and everything torch does with an operator."""
+"""MoBA in torch on the CPU: values, gradients, and the operators under torch's transformations."""
 
 import contextlib
 import dataclasses
@@ -111,7 +111,7 @@ def test_float64_results_are_accurate(name, implementation):
 def test_gradients_pass_gradcheck():
     case = MoBACase(lengths=(18, 3), layout="offsets", padding=1, head_dim=2, top_k=2, query_heads=2, key_heads=1)
     inputs = [x.double().requires_grad_() for x in tensors_of(case)[:3]]
-    # Small differences must not change what is chosen.
+    # With a given routing, gradcheck's small differences cannot change the chosen blocks.
     routing = route(case)(*inputs[:2])
     function = attend(case, routing=routing, implementation="reference")
     assert torch.autograd.gradcheck(lambda *x: [one[:21] for one in function(*x)], inputs)
@@ -143,7 +143,7 @@ def test_gradient_of_one_result_and_one_operand_equals_the_full_gradient():
 
 
 def test_residuals_are_operands_results_tables_and_lists():
-    """Operands, output, log-sum-exp, tables and lists; no scores and no scratch memory."""
+    """The backward pass keeps no scores and no scratch memory."""
     case = CASES["batch"]
     query, key, value, *_ = (x.requires_grad_() for x in tensors_of(case))
     kept = []
@@ -160,9 +160,9 @@ def test_repeated_calls_agree_bitwise():
     assert_same_bits(results_of(case), results_of(case))
 
 
-# Tables and choices, which the native path makes without JAX
+# Tables and choices that the native path computes without JAX
 
-# One program: operation by operation, each shape is compiled dozens of times.
+# Without `jax.jit`, JAX would compile dozens of operations for each shape.
 jax_tables = jax.jit(moba_tables.moba_tables, static_argnums=(0, 1))
 
 WILD_OFFSETS = {
@@ -200,7 +200,7 @@ def test_tables_equal_those_of_jax(name):
 
 @pytest.fixture
 def interpreted_kernels(monkeypatch):
-    """The native path with Triton's interpreter in place of the launcher."""
+    """Yield the module of the native path, with Triton's interpreter instead of the launcher."""
     pytest.importorskip("triton")
     from blockdiag.interop.interpreter.launch import interpret
     from blockdiag.torch.ops.moba import native as _moba_native
@@ -249,7 +249,7 @@ def test_native_path_in_the_interpreter_is_accurate(interpreted_kernels, name, i
     *lists, own = interpreted_kernels.make_lists(arguments)
     problem = describe_lists(arguments)
     if not is_given and problem.slots > 0:
-        # Of mean keys that are there already no key is read.
+        # A choice by given mean keys reads no key, so keys of NaN must give the same lists.
         mask = None if arguments.key_mask is None else arguments.key_mask.reshape(-1)
         centroids = interpreted_kernels.find_centroids(problem, "", arguments.key.flatten(0, -3), mask, lists[0])
         unread = arguments._replace(key=torch.full_like(arguments.key, torch.nan))
@@ -298,11 +298,11 @@ def test_given_choice_equals_that_of_jax(name):
             assert_same_bits([actual_own], [own])
 
 
-# What torch does with operators
+# Operators under torch's transformations
 
 
 def check_operators(case, suffix="", **more):
-    """Schema, fake kernel and derivative of the operators, also with symbolic shapes."""
+    """Run opcheck on the operators: schema, fake kernel and derivative, also with symbolic shapes."""
     operators = {
         name: getattr(OPERATORS, f"moba_{name}{suffix}") for name in ("routing", "lists", "forward", "backward")
     }
@@ -480,7 +480,7 @@ def test_second_derivatives_raise_not_implemented_error():
         gradient.square().sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, with its first tangent
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by torch for its first tangent
 def test_forward_mode_raises_not_implemented_error():
     operands = tuple(tensors_of(CASES["batch"])[:3])
     with pytest.raises(NotImplementedError, match=r"forward-mode derivatives of MoBA"):
@@ -488,7 +488,7 @@ def test_forward_mode_raises_not_implemented_error():
 
 
 def test_meta_tensors_give_meta_tensors():
-    """Shapes follow without memory and without any implementation."""
+    """Shape inference needs neither data nor an implementation."""
     query = torch.zeros(2, 100, 4, 8, device="meta", dtype=torch.bfloat16)
     output, log_sum = moba_attention(query, query, query, block_size=16, top_k=3, return_residual=True)
     assert output.is_meta and output.shape == query.shape and output.dtype == query.dtype

@@ -1,4 +1,4 @@
-"""`MoBASelfAttention` against the JAX functions, against plain torch, and as torch code treats modules."""
+"""`MoBASelfAttention` compared with JAX and plain torch, and its behaviour as a torch module."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ WIDTH, HEADS = 24, 4
 
 
 def make(seed=0, **options):
-    """A module of few channels, with biases and a convolution that are not 0."""
+    """Return a small module with random biases and convolution weights."""
     torch.manual_seed(seed)
     defaults = {"embed_dim": WIDTH, "num_heads": HEADS, "block_size": 16, "top_k": 2}
     module = MoBASelfAttention(**(defaults | options))
@@ -39,13 +39,13 @@ def offsets(*values):
 
 
 def everything(length):
-    """The routing that names all blocks."""
+    """Return a routing that selects all blocks."""
     num_blocks = -(-length // 16)
     return Routing.from_pattern(torch.ones(2, length, HEADS, num_blocks, dtype=torch.bool), block_size=16)
 
 
 def rotate(x, cos, sin, is_interleaved):
-    """Multiplication of pairs, as complex numbers, by cos + i sin; x [B, T, heads, H] and tables [T, H/2]."""
+    """Rotate pairs by multiplying complex numbers by cos + i sin; x is [B, T, heads, H] and tables are [T, H/2]."""
     axis = -1 if is_interleaved else -2
     first, second = x.unflatten(-1, (-1, 2) if is_interleaved else (2, -1)).unbind(axis)
     turned = torch.complex(first, second) * torch.complex(cos, sin)[:, None]
@@ -53,7 +53,7 @@ def rotate(x, cos, sin, is_interleaved):
 
 
 def plain_attention(module, x):
-    """What `module` computes of x [B, T, D] where every query sees all blocks, in torch alone."""
+    """Compute the output of `module` for x [B, T, D] in plain torch, with every block selected."""
     buffer = nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias)
     heads = (module.num_heads, module.num_key_heads, module.num_key_heads)
     query, key, value = buffer.unflatten(-1, (sum(heads), module.head_dim)).split(heads, dim=2)
@@ -74,7 +74,7 @@ def plain_attention(module, x):
 
 
 def value_and_gradients(module, function, x):
-    """Output, and gradients of the input and all parameters, for a cotangent that is the same every time."""
+    """Return the output and the gradients of the input and all parameters, for a fixed cotangent."""
     module.zero_grad()
     x = x.detach().requires_grad_()
     output = function(x)
@@ -107,7 +107,7 @@ REFERENCE_CASES = {
 
 
 def expected_output(module, x, call):
-    """The same out of the JAX functions."""
+    """Compute the output of `module` for `x` with the JAX functions."""
     arrays = {name: jnp.asarray(value.numpy()) for name, value in call.items()}
     positions = arrays.pop("positions", None)
     packing = {name: value for name, value in arrays.items() if name == "sequence_offsets"}
@@ -178,7 +178,7 @@ def test_given_routing_decides_which_blocks_are_seen():
 
 
 def test_training_reduces_the_loss_and_changes_every_parameter():
-    """Regression onto what another module computes; all parameters move, those of the convolution from 0 too."""
+    """The target is another module's output. The convolution weights start at 0 and must change too."""
     x = tokens(3, 40, WIDTH)
     target = make(seed=3, **FULL)(x).detach()
     torch.manual_seed(0)
@@ -271,7 +271,7 @@ def test_bfloat16_and_autocast_are_accurate():
         for name, value in results.items():
             assert value.dtype == dtype or name == "output"
             error = (value.float() - expected[name]).norm() / expected[name].norm()
-            # Biases of keys have gradients that nearly cancel.
+            # The gradients of key biases nearly cancel, which increases their relative error.
             assert error < (0.1 if name == "in_proj_bias" else 0.05), name
 
 

@@ -1,4 +1,4 @@
-"""MoBA over a paged cache in torch on the CPU: values, the native path interpreted, and what torch does with it."""
+"""MoBA over a paged cache in torch on the CPU: values, the interpreted native path, and the operator."""
 
 import pytest
 
@@ -26,19 +26,19 @@ def forget_compiled_functions():
 
 
 def arguments_of(case, device="cpu"):
-    """Arguments of the public function."""
+    """Return the arguments of the public function."""
     options = {"block_size": case.block_size, "top_k": case.top_k, "scale": case.paged.scale}
     return to_tensors(case.arguments, device) | options
 
 
 def operator_arguments(arguments, implementation=""):
-    """What `torch.ops.blockdiag.moba_paged_attention` takes for a call."""
+    """Return the arguments of `torch.ops.blockdiag.moba_paged_attention` for a call."""
     defaults = dict.fromkeys(MoBAPagedArguments._fields) | {"implementation": implementation}
     return MoBAPagedArguments(**defaults | arguments)
 
 
 def small_arguments():
-    """Two sequences of 83 keys without NaN, four queries of each."""
+    """Return the arguments of a call with two sequences of 83 keys and four queries each."""
     arguments, _ = last_rows_of_moba(4)
     return to_tensors(arguments) | OPTIONS
 
@@ -78,7 +78,7 @@ def test_native_path_in_the_interpreter_is_accurate(name):
 
 @pytest.mark.usefixtures("interpreted_paged_kernels")
 def test_empty_calls_return_zeros():
-    """No queries, and no pages."""
+    """One call has no queries, and the other one has no pages."""
     from blockdiag.torch.ops.moba_paged import native
 
     arguments = small_arguments()

@@ -1,4 +1,4 @@
-"""The routing of MoBA in torch as a value: the same conversions as in JAX."""
+"""Conversions of MoBA's routing in torch, compared with those in JAX."""
 
 import functools
 
@@ -19,7 +19,7 @@ def test_conversions_equal_those_of_jax(name):
     ours = to_torch_routing(routing)
     offsets = case.packing.get("sequence_offsets")
     tensor_offsets = None if offsets is None else to_tensor(offsets)
-    # One program of each conversion: one by one, JAX's operations take a second to compile for each case.
+    # Without `jax.jit`, JAX's operations would take a second to compile for each case.
     pattern = jax.jit(blockdiag.Routing.to_pattern)(routing)
     assert_same_bits([ours.to_pattern()], [pattern])
     lists = jax.jit(blockdiag.Routing.to_block_lists)(routing, offsets)
@@ -40,7 +40,7 @@ def test_conversions_equal_those_of_jax(name):
 
 
 def test_from_block_lists_accepts_lists_of_flash_moba():
-    """int64 offsets, lists anywhere in the rows, in any order, and rows that nobody listed."""
+    """The lists have int64 offsets and lie in any order in `rows`, which has more elements than they name."""
     offsets = torch.tensor([[[5, 2, 2]], [[7, 0, 9]]])
     counts = torch.tensor([[[2, 0, 3]], [[2, 2, 0]]])
     rows = torch.tensor([0, 3, 0, 1, 2, 0, 3, 1, 2, 77])

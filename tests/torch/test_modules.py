@@ -1,4 +1,4 @@
-"""`BlockDiagonalSelfAttention` against the JAX function, against plain torch, and as torch code treats modules."""
+"""`BlockDiagonalSelfAttention` compared with JAX and plain torch, and its behaviour as a torch module."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ WIDTH, HEADS = 24, 4
 
 
 def make(seed=0, **options):
-    """A module of few channels, with biases that are not 0."""
+    """Return a small module with random biases."""
     torch.manual_seed(seed)
     defaults = {"embed_dim": WIDTH, "num_heads": HEADS, "block_size": 8}
     module = BlockDiagonalSelfAttention(**(defaults | options))
@@ -42,7 +42,7 @@ def block_mask(length, block_size, is_causal):
 
 
 def rotate(x, cos, sin, is_interleaved):
-    """Multiplication of pairs, as complex numbers, by cos + i sin; x [B, T, heads, H] and tables [T, H/2]."""
+    """Rotate pairs by multiplying complex numbers by cos + i sin; x is [B, T, heads, H] and tables are [T, H/2]."""
     axis = -1 if is_interleaved else -2
     shape = (-1, 2) if is_interleaved else (2, -1)
     first, second = x.unflatten(-1, shape).unbind(axis)
@@ -51,7 +51,7 @@ def rotate(x, cos, sin, is_interleaved):
 
 
 def plain_attention(module, x):
-    """What `module` computes of x [B, T, D], in torch alone under a dense mask."""
+    """Compute the output of `module` for x [B, T, D] in plain torch with a dense mask."""
     buffer = nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias)
     query_heads, key_heads = module.num_heads, module.num_key_heads
     buffer = buffer.unflatten(-1, (query_heads + 2 * key_heads, module.head_dim))
@@ -70,7 +70,7 @@ def plain_attention(module, x):
 
 
 def value_and_gradients(module, function, x):
-    """Output, and gradients of the input and all parameters, for a cotangent that is the same every time."""
+    """Return the output and the gradients of the input and all parameters, for a fixed cotangent."""
     module.zero_grad()
     x = x.detach().requires_grad_()
     output = function(x)
@@ -155,7 +155,7 @@ def test_gradients_match_plain_torch(options):
 
 
 def test_training_matches_plain_torch():
-    """Regression onto what another module computes; in float64, so that both trainings stay together."""
+    """The target is another module's output. Training in float64 keeps the two runs together."""
     x = tokens(3, 20, WIDTH, dtype=torch.float64)
     target = make(seed=3, dtype=torch.float64)(x).detach()
 
@@ -261,7 +261,7 @@ def test_bfloat16_module_is_accurate():
     ours = value_and_gradients(module, module, x)
     for name, value in ours.items():
         assert value.dtype == torch.bfloat16, name
-        # A few roundings, each of half a unit in the last place of the largest element.
+        # Allow a few roundings, each of half a unit in the last place of the largest element.
         unit = 2**-8 * exact[name].abs().max()
         assert (value.double() - exact[name]).abs().max() <= 4 * unit, name
 
@@ -360,7 +360,7 @@ def test_invalid_inputs_raise_value_error(options, x, call, message):
 
 
 def sharded_training_step(rank, processes, rendezvous):
-    """One of several processes: its batch rows through a sharded model, whose gradients are those of the whole one."""
+    """Run one process's batch rows through a sharded model and compare its gradients with those of the whole model."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=processes)
     whole = nn.Sequential(make(rotary_max_position=32, is_causal=True), nn.GELU(), make(seed=4, num_key_heads=2))

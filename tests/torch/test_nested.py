@@ -101,7 +101,7 @@ def test_jagged_tensors_equal_packed_tokens(name):
     assert_same_bits([output.values().detach()], [expected.detach()])
     gradients = (torch.autograd.grad(x.square().sum(), packed) for x in (output.values(), expected))
     torch.testing.assert_close(*gradients)
-    # With its input, as a layer of a network does.
+    # A residual connection adds the input to the output.
     if output.shape[2:] == token:
         torch.testing.assert_close((output + jagged(packed, output.offsets())).values(), expected + packed)
 
@@ -158,7 +158,7 @@ def test_strided_nested_tensors_raise_value_error_with_the_conversion(name):
 
 
 def converted_by(error, x):
-    """What the lines of a message make of a tensor."""
+    """Return the variables that the conversion in an error message assigns for the tensor `x`."""
     names = {"torch": torch, **dict.fromkeys(("x", "query", "key", "value", "tensor", "key_pages"), x)}
     lines = [line.strip() for line in str(error).split("\n")[1:]]
     assert len(lines) == 2

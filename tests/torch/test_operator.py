@@ -13,7 +13,7 @@ Kind = Literal["a", "b"]
 
 
 class Everything(NamedTuple):
-    """Arguments of all types that schemas have."""
+    """Arguments of every type that a schema supports."""
 
     first: torch.Tensor
     second: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""The registered operators on the CPU: values, gradients, and everything torch does with an operator."""
+"""The registered operators on the CPU: values, gradients, and torch's transformations of the operators."""
 
 import dataclasses
 import functools
@@ -107,7 +107,7 @@ def test_kernels_in_the_interpreter_equal_jax_bitwise():
     ids=["batch", "causal, grouped, bfloat16", "offsets, float16"],
 )
 def test_operator_is_as_accurate_as_torch_attention(case):
-    """Errors against torch's own attention in float64 are at most twice those of torch's in the case's dtype."""
+    """Errors against torch's attention in float64 are at most twice those of torch's attention in the case's dtype."""
     operands = tensors_of(case)
     reference = functools.partial(masked_attention, case)
     exact = value_and_gradients(reference, *(x.double() for x in operands))
@@ -273,7 +273,7 @@ HEADS = {"query_heads": 4, "key_heads": 2, "head_dim": 16, "block_size": 16}
 
 
 def projection_operands(*tokens_shape: int) -> list[np.ndarray]:
-    """x, w_qkv, bias and a cotangent of the output."""
+    """Return x, w_qkv, bias and a cotangent of the output."""
     generator = np.random.default_rng(0)
     shapes = ((*tokens_shape, 24), (24, 8 * 16), (8 * 16,), (*tokens_shape, 4, 16))
     return [generator.normal(size=shape).astype(np.float32) for shape in shapes]
@@ -322,12 +322,12 @@ def test_fused_projection_equals_its_parts():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-# What torch does with operators
+# Operators under torch's transformations
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_operators_pass_opcheck(name):
-    """Schema, fake kernel and derivative of the operators, also with symbolic shapes."""
+    """opcheck covers the schema, the fake kernel and the derivative, also with symbolic shapes."""
     case = CASES[name]
     arguments = operator_arguments(case)
     cotangent = tensors_of(case)[3]
@@ -427,10 +427,10 @@ def test_compiled_fused_projection_and_bhsd_match_the_eager_call():
 
 
 @pytest.mark.versions
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own, when it is imported
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised when inductor is imported
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
 def test_inductor_matches_the_eager_call():
-    """Code is generated for what comes before the operator and after its derivative; g++ takes seconds for each."""
+    """inductor generates code for the operations before the operator and after its derivative."""
     case = CASES["half-split"]
     function = attend(case)
 
@@ -525,9 +525,9 @@ def test_vmap_equals_single_calls():
         assert_same_bits([mapped[index]], [attend(case)(*(x[index] for x in operands))])
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, with its first tangent
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by torch for its first tangent
 def test_forward_mode_raises_not_implemented_error():
-    """torch drops tangents at operators in Python, which would be a derivative of 0."""
+    """torch drops tangents at Python operators, which would silently give a derivative of 0."""
     case = CASES["batch"]
     operands = tuple(tensors_of(case)[:3])
     with pytest.raises(NotImplementedError, match=r"forward-mode derivatives .* not available in torch"):

@@ -1,4 +1,4 @@
-"""Paged attention in torch on the CPU: values, the native path interpreted, and what torch does with operators."""
+"""Paged attention in torch on the CPU: values, the interpreted native path, and the operators."""
 
 import dataclasses
 import functools
@@ -114,7 +114,10 @@ def test_native_packed_queries_equal_padded_queries_bitwise(interpreted_paged_ke
 
 
 def test_native_out_of_range_offsets_are_clipped_or_give_nan(interpreted_paged_kernels, monkeypatch):
-    """What a GPU does, where values are not known: clipped, and NaN for a sequence that is too long."""
+    """The checks do not know values on a GPU, so the kernels clip offsets.
+
+    A sequence with more than `max_query_length` queries gives NaN.
+    """
     from blockdiag.common import validation
     from blockdiag.ops.paged import checks
 
@@ -135,7 +138,7 @@ def test_native_out_of_range_offsets_are_clipped_or_give_nan(interpreted_paged_k
 
 
 def test_native_scales_multiply_and_equal_their_tensor_forms(interpreted_paged_kernels):
-    """Numbers, tensors [] and [B, K], and products of those of keys and of queries."""
+    """Scales may be numbers or tensors of shape [] or [B, K]; key and query scales are multiplied."""
     arguments = to_tensors(simple_arguments())
     by_head = torch.tensor([[1.0, 2.0], [0.5, 3.0]])
     pairs = [(1.5, 2.0), (torch.tensor(1.5), 2.0), (torch.tensor(1.5), torch.full((2, 2), 2.0)), (3.0, None), (None, 3)]
@@ -159,7 +162,7 @@ def test_prepared_calls_are_cached_by_options_and_not_by_lengths(interpreted_pag
     interpreted_paged_kernels.attend(operator_arguments(to_tensors(simple_arguments(seed=4))))
     assert len(interpreted_paged_kernels._prepared._calls) == 1
     interpreted_paged_kernels.attend(arguments._replace(logits_soft_cap=3.0))
-    # To a dictionary True and 1.0 are the same.
+    # `True` and 1.0 are equal dictionary keys, but only 1.0 is a valid scale.
     interpreted_paged_kernels.attend(arguments._replace(scale=1.0))
     with pytest.raises(ValueError, match="`scale` must be a positive number"):
         interpreted_paged_kernels.attend(arguments._replace(scale=True))
@@ -171,7 +174,7 @@ def test_prepared_calls_are_cached_by_options_and_not_by_lengths(interpreted_pag
     [(0, 1, 7, 3, None), (2, 0, 7, 3, None), (2, 1, 0, 3, None), (2, 1, 7, 0, None), (2, None, 7, 3, 0)],
 )
 def test_native_empty_calls_return_zeros(interpreted_paged_kernels, batch, tokens, pages, columns, rows):
-    """Without sequences, queries, pages, columns of the table, or packed rows; natively and through JAX."""
+    """Each case has an axis of size 0; the native path must match the path through JAX."""
     shape = (batch, tokens, 4, 8) if rows is None else (rows, 4, 8)
     integers = functools.partial(torch.zeros, dtype=torch.int32)
     arguments = dict(query=torch.ones(shape), key_pages=torch.ones(pages, 4, 2, 8))
@@ -194,7 +197,7 @@ def test_native_call_without_keys_returns_the_sinks_as_residual(interpreted_page
 
 
 def test_native_call_copies_strided_queries_and_raises_value_error_for_strided_caches(interpreted_paged_kernels):
-    """Queries are copied; caches, which would have to be copied for every call, are refused."""
+    """Strided caches are rejected because they would have to be copied in every call."""
     jax_arguments = simple_arguments(tokens=2)
     arguments = to_tensors(jax_arguments)
     expected = interpreted_paged_kernels.attend(operator_arguments(arguments))
@@ -246,16 +249,16 @@ def test_native_call_does_not_import_jax():
     assert result.returncode == 0, result.stderr
 
 
-# --- what torch does with operators -------------------------------------------------------------------------------
+# --- opcheck, torch.compile and derivatives -----------------------------------------------------------------------
 
 
-# torch's own comparison of arguments before and after does not know floats of eight bits.
+# opcheck cannot compare 8-bit floats before and after a call, so its schema test needs a wider cache.
 WIDE = dataclasses.replace(CASES["everything"], cache_dtype="bfloat16")
 NOT_OF_THE_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 def test_operators_pass_opcheck():
-    """Schema, fake kernel and derivative, also with symbolic shapes."""
+    """opcheck covers the schema, the fake kernel and the derivative, also with symbolic shapes."""
     torch.library.opcheck(OPERATORS.paged_attention, tuple(operator_arguments(arguments_of(WIDE))))
     narrow = operator_arguments(arguments_of(CASES["e5m2 queries"]))
     torch.library.opcheck(OPERATORS.paged_attention, tuple(narrow), test_utils=NOT_OF_THE_SCHEMA)
@@ -273,7 +276,7 @@ def test_only_native_operator_is_safe_in_cuda_graphs():
 
 
 def test_compiled_call_is_one_graph_and_equals_the_eager_call():
-    """With numbers for scales, and merged with another part; other batch sizes compile nothing."""
+    """The function has a scalar scale and merges two states; a new batch size must not recompile it."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -312,7 +315,7 @@ def test_derivatives_raise_type_error():
         assert not paged_attention(**(arguments | {"query": query})).requires_grad
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, with its first tangent
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by torch for its first tangent
 def test_forward_mode_raises_type_error():
     arguments = to_tensors(simple_arguments())
     query = arguments.pop("query")

@@ -1,4 +1,4 @@
-"""Results are tensors of their own: a user may write to them, and differentiate what was written."""
+"""Results own their memory, so users may change them in place."""
 
 import functools
 
@@ -39,7 +39,7 @@ def x_of(*shape):
 
 
 def of_one(function, *shape):
-    """Self-attention of one tensor, and the tensor."""
+    """Return self-attention as a function of one tensor, and the operands of a call."""
     return lambda x: function(x, x, x), (x_of(*shape),)
 
 
@@ -49,7 +49,7 @@ def project(x, weights):
 
 BLOCKS = functools.partial(block_diagonal_attention, block_size=BLOCK)
 MOBA = functools.partial(moba_attention, block_size=BLOCK, top_k=2)
-# Functions that keep no result for their backward pass.
+# Functions whose backward pass needs no result.
 FREE = {
     "block diagonal": of_one(BLOCKS, 2, TOKENS, 2, 8),
     "block diagonal, packed": of_one(functools.partial(BLOCKS, sequence_offsets=OFFSETS), TOKENS, 2, 8),
@@ -72,7 +72,7 @@ FREE = {
     ),
     "wrap_jax": (wrap_jax(jnp.cos), (x_of(3),)),
 }
-# Functions that do, as torch's own attention does.
+# Functions whose backward pass needs a result, as that of torch's own attention does.
 KEEPING = {
     "moba": of_one(MOBA, 2, TOKENS, 2, 8),
     "moba, packed": of_one(functools.partial(MOBA, sequence_offsets=OFFSETS), TOKENS, 2, 8),
@@ -95,7 +95,7 @@ def test_a_result_changed_in_place_is_differentiated(name):
 
 @pytest.mark.parametrize("name", KEEPING)
 def test_result_needed_by_backward_and_changed_in_place_raises_runtime_error(name):
-    """Writing is allowed, and differentiating afterwards says what happened; without autograd there is no limit."""
+    """torch's own attention raises the same error. Without autograd, writing to a result is always allowed."""
     function, operands = KEEPING[name]
     query = x_of(1, 2, TOKENS, 8)
     for result, sources in (

@@ -1,4 +1,4 @@
-"""DTensors and FSDP on two processes: what lies on a device is computed there, without communication."""
+"""DTensors and FSDP on two processes: devices compute their own shards, without communication where possible."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ BATCH, HEADS = 0, 2
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """Two processes."""
+    """Yield a function that runs a check on two processes."""
     with several_processes(tmp_path_factory.mktemp("store"), 2) as run:
         yield lambda name, *arguments, module="sharding_worker": run(f"{module}.{name}", *arguments)
 
@@ -112,7 +112,7 @@ _sharding.register()
 
 @pytest.fixture
 def both_moba(both):
-    """The same processes with the functions about MoBA and key convolution."""
+    """Return `both` for the checks of MoBA and key convolution."""
     return lambda name, *arguments: both(name, *arguments, module="moba_sharding_worker")
 
 

@@ -1,4 +1,4 @@
-"""examples/transformers_moba.py: what it gives to transformers, which need not be installed."""
+"""examples/transformers_moba.py: its attention function for transformers, which need not be installed."""
 
 import runpy
 from pathlib import Path
@@ -22,7 +22,7 @@ def forward():
 
 @pytest.fixture
 def operands():
-    """Query [B, N, T, H], key and value [B, K, S, H], as models of transformers have them."""
+    """Return query [B, N, T, H] and key and value [B, K, S, H], the layout of models in transformers."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(2, heads, 40, 16, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
 
@@ -33,14 +33,14 @@ def test_forward_matches_moba_attention_in_the_layout_of_transformers(forward, o
     expected = moba_attention(*(x.transpose(1, 2) for x in operands), scale=0.3, key_mask=mask, **OPTIONS)
     assert weights is None and output.shape == (2, 40, 4, 16)
     assert torch.equal(output, expected)
-    # One new token behind a cache has the position of the last key.
+    # A single new token after a cache has the position of the last key.
     query, key, value = operands
     step, _ = forward(SimpleNamespace(is_causal=True), query[:, :, -1:], key, value, mask, scaling=0.3, **OPTIONS)
     torch.testing.assert_close(step, output[:, -1:])
 
 
 def test_gradients_reach_the_operands(forward, operands):
-    # Models pass along more than attention needs.
+    # Models pass arguments that attention does not need.
     output, _ = forward(SimpleNamespace(), *operands, None, position_ids=torch.arange(40), **OPTIONS)
     assert all(gradient.any() for gradient in torch.autograd.grad(output.square().sum(), operands))
 

@@ -1,4 +1,4 @@
-"""torch.func through the torch functions: grad, vjp, jacrev, vmap, and each inside of the others."""
+"""torch.func transforms of the torch functions, alone and nested."""
 
 import functools
 
@@ -31,7 +31,7 @@ from blockdiag.torch import (  # noqa: E402
 BLOCK = 16
 TOKENS = 20
 
-# torch's own, with its first tangent.
+# torch raises these warnings for its first tangent.
 TANGENT_WARNINGS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 
 
@@ -61,7 +61,7 @@ def projected(x, weights, bias):
 
 
 def packed(function, *operands, **options):
-    """The same of one batch row, with offsets."""
+    """Call `function` on one batch row as packed sequences."""
     offsets = torch.tensor([0, 7, TOKENS], dtype=torch.int32)
     return function(*(x[0] for x in operands), sequence_offsets=offsets, **options)[None]
 
@@ -80,7 +80,7 @@ def convolved(rows=1):
 
 MOBA = functools.partial(moba_attention, block_size=BLOCK, top_k=2)
 BLOCKS = functools.partial(block_diagonal_attention, block_size=BLOCK)
-# A function of batch rows, its operands, and how many of these have batch rows, the first ones.
+# Each case: a function, a maker of its operands, and the number of leading operands that have batch rows.
 FUNCTIONS = {
     "block diagonal": (BLOCKS, q_k_v, 3),
     "block diagonal, rotary": (rotated, q_k_v, 3),
@@ -102,7 +102,7 @@ FUNCTIONS = {
 
 
 def loss(function, *operands):
-    """Different weights for all results."""
+    """Sum the output with a different weight for each element."""
     output = function(*operands)
     return (output * torch.linspace(0.5, 1.5, output.numel()).view(output.shape)).sum()
 
@@ -143,7 +143,7 @@ def test_vmap_inside_and_outside_of_grad_gives_gradients_of_each_row(name):
     def total(*operands):
         return vmap(of_one, in_dims)(*operands).sum()
 
-    # Operands that all rows share have the sum.
+    # The gradient of an operand that all rows share is the sum over rows.
     joint = [x if place < mapped else x.sum(0) for place, x in enumerate(stacked)]
     assert_close(grad(total, argnums)(*rows), joint)
     leaves = [x.clone().requires_grad_() for x in rows]

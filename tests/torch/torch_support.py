@@ -137,7 +137,7 @@ def operator_arguments(case: Case, device: str = "cpu", implementation: str = ""
 
 
 def packed_operator_arguments(case: Case, device: str = "cpu") -> tuple[Any, ...]:
-    """Return these arguments with query, key and value in one tensor."""
+    """Return the arguments of `operator_arguments` with query, key and value in one tensor."""
     query, key, value, *tables, _, block_size, scale, is_causal, letters, implementation = operator_arguments(
         case, device
     )

@@ -29,7 +29,7 @@ def report_of(plan: LaunchPlan, arch: int) -> Report:
 def assert_arguments_match(plan: LaunchPlan, kernel) -> None:
     """Assert that a compiled kernel takes a plan's leaves in order, by name, type and alignment of pointers.
 
-    So all launchers, which pass leaves in this order, pass each argument to the parameter it was made for.
+    All launchers pass leaves in this order, so each argument reaches the parameter it was made for.
     """
     for leaf in plan.leaves():
         if isinstance(leaf.argument, Constexpr):
@@ -51,7 +51,7 @@ def assert_arguments_match(plan: LaunchPlan, kernel) -> None:
 
 
 def expected_parameters(plan: LaunchPlan, leaf) -> list[tuple[str, str, bool]]:
-    """The name, type and alignment of a leaf's parameters."""
+    """Return the name, type and alignment of a leaf's parameters."""
     name, argument = leaf.name, leaf.argument
     match argument:
         case Constexpr():
@@ -69,7 +69,7 @@ def expected_parameters(plan: LaunchPlan, leaf) -> list[tuple[str, str, bool]]:
 
 
 def module_parameters(source: str) -> list[tuple[str, str, bool]]:
-    """The name, type and alignment to 16 bytes of a kernel's parameters in its MLIR module."""
+    """Return the name, type and alignment to 16 bytes of a kernel's parameters in its MLIR module."""
     head = re.search(r"tt\.func public @\w+\((.*?)\) attributes", source, re.DOTALL)
     found = []
     for name, described in re.findall(r"%([\w.]+): (.*?) loc\(", head[1] if head else ""):
@@ -88,7 +88,7 @@ def round_kernel(p_x, p_out):
 
 
 def compile_rounding_to_e5m2(arch: int) -> Report:
-    """Compile a kernel that rounds to e5m2, whether it is on disk or not."""
+    """Compile a kernel that rounds to e5m2, even if the cache on disk has it."""
     plan = LaunchPlan(
         name="round",
         kernel=round_kernel,

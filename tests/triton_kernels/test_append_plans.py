@@ -1,4 +1,4 @@
-"""The launch plan of appending to a paged cache, compiled for architectures that are not here."""
+"""The launch plan of appending to a paged cache, compiled for architectures without their GPUs."""
 
 import dataclasses
 import re
@@ -111,7 +111,7 @@ def test_supports_names_what_the_kernel_declines():
 
 @pytest.mark.parametrize("dtype, arch", [("float8_e4m3fn", 89), ("float8_e5m2", 80), ("float8_e5m2", 89)])
 def test_older_architectures_round_float8_to_nearest_even(dtype, arch):
-    """The plan of an older architecture rounds by arithmetic, as newer machines do by themselves."""
+    """Plans of older architectures round by arithmetic. Newer architectures have an instruction for it."""
     generator = np.random.default_rng(0)
     problem = problem_of(
         tokens=1, batch=1, key_heads=4, head_dim=1024, value_dim=1, dtype="float32", key_dtype=dtype,

@@ -1,7 +1,7 @@
-"""Every launch plan of block-diagonal attention, compiled for architectures that are not here.
+"""Every launch plan of block-diagonal attention, compiled for architectures without their GPUs.
 
-A plan is asked of each architecture as its configuration table gives it. It must fit shared and tensor memory, keep
-every value in a register, and use the matrix instructions of its architecture.
+Each architecture gets the plan of its configuration table. The plan must fit shared and tensor memory, keep every value
+in a register, and use the matrix instructions of its architecture.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ PROBLEMS = {
 
 
 def launches(problem, arch):
-    """The launches of one forward and one backward pass."""
+    """Return the launches of one forward and one backward pass."""
     return [BlockDiagonalLaunch(problem, kind) for kind in ("forward", *backward_kinds(problem, Target.for_arch(arch)))]
 
 
@@ -68,10 +68,10 @@ def matrix_instructions(report):
     return sum(report.ptx[name] for name in ("wgmma", "tcgen05.mma", "mma.sync"))
 
 
-# Bytes of a thread, where 24 warps leave it 80 registers; this Blackwell kernel is compiled offline and never run.
+# Spilled bytes per thread: 24 warps leave each thread 80 registers. This Blackwell kernel is compiled but never run.
 KNOWN_SPILLS = {("h128-causal-fp16", "backward", 100): 28} if version() >= (3, 8) else {}
 
-# What differs most from sm_80's kernels, whose instructions sm_120 has with less shared memory.
+# These problems differ most from sm_80's kernels. sm_120 has the instructions of sm_80 and less shared memory.
 CONSUMER = ("h128", "h128-half", "h64-all-rotated", "b128-h128", "b64-h256-half", "fp32-h128")
 
 
@@ -92,7 +92,7 @@ def test_plan_fits_its_architecture(name, arch):
         assert report.shared_bytes <= report.shared_limit
         assert report.tensor_memory_columns <= 512
         assert report.ptx["f64"] == 0 and report.ptx["atom"] == 0 and report.ptx["trap"] == 0
-        # Neither in a loop nor outside of one.
+        # Spills are counted inside and outside of loops.
         assert report.spill_bytes <= KNOWN_SPILLS.get((name, launch.kind, arch), 0), str(report)
         assert report.spill_bytes or report.local_accesses == {}, str(report)
         # Full float32 products have no matrix instruction; everything else must use one.
@@ -123,7 +123,7 @@ BLACKWELL_SPECIALISED = {
 
 @pytest.mark.parametrize(("name", "kind"), sorted(BLACKWELL_SPECIALISED))
 def test_blackwell_plans_are_persistent_and_warp_specialised(name, kind):
-    """Compiled for sm_100 and never run: partitions, tcgen05, bulk tensor copies, tensor and shared memory."""
+    """The plans use partitions, tcgen05 and bulk tensor copies. They are compiled for sm_100 and never run."""
     target = Target.for_arch(100)
     plan = BlockDiagonalLaunch(PROBLEMS[name], kind).plan(target)
     assert plan.grid == (target.num_sms, 1, 1)
@@ -173,7 +173,7 @@ def test_kernel_is_shared_between_sizes_of_the_same_shape():
 
 
 def test_launches_traced_for_one_architecture_lower_for_another():
-    """How many launches the backward takes is fixed while tracing, when the target may not be known."""
+    """The number of backward launches is fixed while tracing, when the target may be unknown."""
     problem = PROBLEMS["h128-half"]
     assert backward_kinds(problem, Target.for_arch(90)) != backward_kinds(problem, Target.for_arch(80))
     for traced, lowered in ((90, 80), (80, 90)):

@@ -34,7 +34,7 @@ def test_adjusted_changes_configurations_from_a_version_on(version, warps, with_
     table = (Adjustment(since=(3, 8), kinds=("choose",), archs=(90,), change={"num_warps": 8}),)
     config = Config(num_warps=4)
     assert adjusted(config, table, BASE, "choose", 90) == dataclasses.replace(config, num_warps=warps)
-    # Other launches, other architectures and other problems keep theirs.
+    # Other launches, architectures and problems keep their configurations.
     assert adjusted(config, table, BASE, "count", 90) is config
     assert adjusted(config, table, BASE, "choose", 100) is config
     (row,) = table
@@ -56,7 +56,7 @@ def test_plans_follow_the_installed_version(with_version):
 
 
 def test_plans_of_the_measured_version_have_the_measured_configurations(with_version, monkeypatch):
-    """Whatever the tables of other versions say, sizes, warps, stages and registers are those of the tables."""
+    """Tables of other versions do not change sizes, warps, stages or registers."""
 
     def described():
         return [

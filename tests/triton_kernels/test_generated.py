@@ -1,4 +1,4 @@
-"""Kernels of which there is only text: as Triton's functions to whoever compiles, and known without becoming ones."""
+"""Kernels that exist only as text: compilers get Triton functions, and cached kernels are not turned into functions."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Launch plans of key convolution, compiled for architectures that are not here."""
+"""Launch plans of key convolution, compiled for architectures without their GPUs."""
 
 import dataclasses
 import re
@@ -59,7 +59,7 @@ def test_plan_fits_its_architecture(name, arch):
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_keys_are_loaded_and_stored_in_vectors(kind):
-    """Each thread moves at least 4 bytes at a time, 8 in the forward: no instruction for each 16-bit element."""
+    """Each thread moves at least 4 bytes at a time (8 in the forward pass), never a single 16-bit element."""
     plan = KeyConvolutionLaunch(PROBLEMS["size 3"], kind).plan(Target.for_arch(90))
     ptx = report_of(plan, 90).kernel.asm["ptx"]
     accesses = re.findall(r"\b(?:ld|st)\.global\S*", ptx)
@@ -84,7 +84,7 @@ def test_count_tiles_follows_the_mean_length():
     assert count_tiles(1000, 20, None) == (32, 50)
     assert count_tiles(30, 3, None) == (16, 10)
     rows, num_tiles = count_tiles(1000, 1000, 100)
-    # As many as 100 sequences can be cut into, and not many more.
+    # The number of tiles suffices for any 100 sequences and is not much larger.
     assert rows == 16 and 100 + 900 // 16 <= num_tiles <= 160
 
 

@@ -1,4 +1,4 @@
-"""Every launch plan of MoBA over a paged cache, compiled for architectures that are not here."""
+"""Every launch plan of MoBA over a paged cache, compiled for architectures without their GPUs."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ PROBLEMS = {
     ),
 }  # fmt: skip
 LONG = PROBLEMS["many blocks"]
-# Conversions of e4m3 came with sm_89.
+# Conversions to e4m3 need sm_89.
 PAIRS = [(name, arch) for name in PROBLEMS for arch in (80, 90, 100) if "e4m3" not in name or arch > 80]
 
 
@@ -67,7 +67,7 @@ def test_plan_fits_its_architecture(name, arch):
         report = report_of(launch.plan(Target.for_arch(arch)), arch)
         assert report.shared_bytes <= 16384
         assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0
-        # One instruction of it, where parts arrive.
+        # Only the kernel in which parts arrive has an atomic instruction, and it has one.
         assert report.ptx["atom"] == (launch.kind == "blocks")
         assert not any(report.local_accesses.values()), str(report)
 
@@ -75,7 +75,7 @@ def test_plan_fits_its_architecture(name, arch):
 def test_attend_steps_follow_from_the_problem():
     attend = ["moba_paged_scores", "moba_paged_blocks"]
     assert [launch.name for launch in steps(BASE)] == attend
-    # Without a choice there are still parts that arrive.
+    # Parts still arrive if no blocks are chosen.
     assert [launch.name for launch in steps(dataclasses.replace(BASE, slots=0))] == attend
     assert [launch.name for launch in steps(LONG)] == [attend[0], "moba_paged_choose", attend[1]]
 

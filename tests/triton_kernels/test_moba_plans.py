@@ -1,4 +1,4 @@
-"""Every launch plan of MoBA, compiled for architectures that are not here."""
+"""Every launch plan of MoBA, compiled for architectures without their GPUs."""
 
 import dataclasses
 
@@ -39,11 +39,11 @@ PROBLEMS = {
         BASE, query_tokens=262144, key_tokens=262144, num_blocks=2048, query_heads=1, key_heads=1
     ),
 }
-# Products of matrices; the others count, add and move.
+# These launches have matrix products. The others count, add and move.
 WITH_PRODUCTS = {"choose", "blocks_forward", "blocks_backward", "query_parts"}
-# Accesses of local memory within loops, where registers do not suffice for the gradients of 128 keys at heads of 128.
-# The Hopper kernel was measured: 6.4 ms at 65,536 tokens, and 7.0 ms with its registers divided so that these warps
-# spill less. On sm_80 it is the smallest of the tiles tried.
+# Accesses of local memory within loops. Registers do not suffice for the gradients of 128 keys at head dimension 128.
+# The Hopper kernel takes 6.4 ms at 65,536 tokens. It takes 7.0 ms if registers are divided so that these warps spill
+# less. On sm_80 the tile is the smallest of those tried.
 KNOWN_SPILLS = {
     ("h128", "blocks_backward", 90): 24,
     ("grouped, fp16, masked, padded", "blocks_backward", 90): 67,
@@ -53,7 +53,7 @@ KNOWN_SPILLS = {
     ("one head", "blocks_backward", 90): 24,
     ("one head", "blocks_backward", 80): 8,
 }
-# The same warps of the Hopper kernel, compiled by a newer Triton.
+# A newer Triton compiles the same warps of the Hopper kernel with more accesses.
 if version() >= (3, 8):
     KNOWN_SPILLS |= {
         ("h128", "blocks_backward", 90): 30,
@@ -86,7 +86,7 @@ def test_plan_fits_its_architecture(name, arch):
         if launch.kind in WITH_PRODUCTS and problem.dtype != "float32":
             instructions = {80: ["mma.sync"], 90: ["wgmma"], 100: ["tcgen05.mma"]}[arch]
             if problem.head_dim > 128:
-                # Tiles of fewer than 64 rows are beneath the newer instructions.
+                # Tiles of fewer than 64 rows are too small for the newer instructions.
                 instructions = [*instructions, "mma.sync"]
             assert sum(report.ptx[name] for name in instructions) > 0, str(report)
 

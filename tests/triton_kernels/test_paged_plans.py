@@ -84,7 +84,7 @@ def test_plan_fits_its_architecture(name, arch):
         assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0 and report.ptx["atom"] == 0
         if launch.kind == "splits" and problem.query_dtype != "float32":
             assert sum(report.ptx[product] for product in ("mma.sync", "wgmma", "tcgen05.mma")) > 0, str(report)
-            # Caches are read asynchronously. Masks are moved by bytes, a few of them; eight-bit values never.
+            # Caches are read asynchronously. Only masks are loaded by bytes, and there are few of them.
             assert report.ptx["cp.async"] > 0 and report.kernel.asm["ptx"].count("ld.shared.b8") < 32
 
 
@@ -108,5 +108,5 @@ def test_supports_names_what_the_kernels_decline(change, match):
     [(1, 131072, 33), (2, 65536, 16), (16, 32768, 2), (32, 8192, 1), (1, 1024, 16), (20, 8192, 2), (1, 64, 1)],
 )
 def test_choose_splits_returns_the_measured_best(batch, max_keys, expected):
-    """Of 32/8 heads of 128 on an H200, by benchmarks/results/paged.csv."""
+    """The problem has 32/8 heads of 128 on an H200; the best numbers are from benchmarks/results/paged.csv."""
     assert choose_splits(batch=batch, query_tokens=1, group_size=4, key_heads=8, max_keys=max_keys) == expected

@@ -38,7 +38,7 @@ def test_library_names_private_parts_of_triton_in_one_module():
 
 @pytest.fixture
 def fresh_probes(monkeypatch, tmp_path):
-    """Nothing is known of Triton yet, and no kernel is compiled."""
+    """Forget the probed features of Triton and all compiled kernels."""
     probes = (
         private_triton._probe_stage_hook,
         private_triton._probe_gluon,
@@ -74,12 +74,12 @@ def test_describe_features_of_the_installed_version_are_all_fast(fresh_probes):
 
 
 def slow_ptxas_kernel():
-    """The kernel of a version whose hook cannot be used: right, and assembled."""
+    """Compile a kernel with a version whose hook cannot be used, and return the feature that is reported."""
     hook = triton.knobs.runtime.add_stages_inspection_hook
     compiled = compiled_add()
     assert compiled.kernel.asm["cubin"] and ".entry add_kernel" in compiled.ptx
     assert triton.knobs.runtime.add_stages_inspection_hook is hook
-    # Other kernels, and kernels that fail, are as without a hook.
+    # Other kernels and kernels that fail behave as without a hook.
     assert compiled_add(num_warps=8).kernel.asm["cubin"]
     with pytest.raises(KernelCompileError, match="64 warps"):
         compiled_add(num_warps=64)
@@ -128,7 +128,7 @@ def test_compile_with_a_hook_expecting_other_keys_runs_ptxas(wanted, fresh_probe
     monkeypatch.setattr(triton, "compile", run_with_keys)
     found = slow_ptxas_kernel()
     assert not found.is_fast and "not enough values to unpack" in found.detail
-    # It is not tried again.
+    # The hook is not tried again.
     assert len(asked) == 1
 
 
@@ -159,7 +159,7 @@ def test_compile_of_a_broken_kernel_keeps_the_hook(fresh_probes, monkeypatch):
     def refuse(*arguments, **options):
         raise TypeError("the kernel is wrong")
 
-    # Undone alone: the fixture keeps kernels that other tests compiled, some with a binary, away from this one.
+    # This patch is undone separately. The fixture's patches keep kernels that other tests compiled away from this test.
     with monkeypatch.context() as patch:
         patch.setattr(triton, "compile", refuse)
         with pytest.raises(TypeError, match="the kernel is wrong"):

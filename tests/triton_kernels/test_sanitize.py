@@ -17,7 +17,7 @@ from tests.gpu_scripts import false_alarms, sanitize
 from tests.gpu_scripts.sanitize_calls import FAMILIES, Call, difference, launched_kernels
 from tests.gpu_scripts.sanitize_known import DROPPED, KNOWN, explain, lines_in, parse_reports
 
-# Launched by torch's doors alone, whose families cannot be traced: by packed calls, and by gradients of `fuse`.
+# Only torch launches these kernels, in packed calls and gradients of `fuse`. Its families cannot be traced.
 OF_TORCH = {"tile_table", "fused_delta"}
 GENERATED = {
     "fused_columns",
@@ -31,7 +31,7 @@ GENERATED = {
     "fused_rows_and_pairs_resident",
     "fused_rows_resident",
 }
-# Of the generated kernels, families that have all names between them; every sixth call is enough of these.
+# These families together have all generated kernels. Every sixth of their calls is enough.
 TRACED = [
     name for name, family in FAMILIES.items() if family.framework == "jax" and name != "pallas" and "fuse" not in name
 ]
@@ -39,13 +39,13 @@ TRACED += ["fuse_distances", "fuse_resident_1", "fuse_streamed_1"]
 
 
 def written_kernels():
-    """Names of the library's kernels: functions that take pointers or groups and that no other one calls."""
+    """Return the names of the library's kernels: functions that take pointers or groups and that no other one calls."""
     functions = {}
     for module in pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}."):
         loaded = importlib.import_module(module.name)
         own = {name: x for name, x in vars(loaded).items() if isinstance(x, triton.JITFunction)}
         functions |= {name: x for name, x in own.items() if x.fn.__module__ == loaded.__name__}
-    # Partitions of a warp-specialised kernel are named in tuples, the others called.
+    # Partitions of a warp-specialised kernel are named in tuples. Other functions are called.
     uses = " ".join(re.sub(r"^def \w+", "", x.src, flags=re.MULTILINE) for x in functions.values())
     return {
         name
@@ -86,7 +86,7 @@ def test_run_call_with_a_wrong_result_raises_arithmetic_error():
 
 
 def rounding(who):
-    """Results of which the second is 0 but for rounding, and the third is not."""
+    """Return results of which the second is 0 except for rounding, and the third is not."""
     errors = {"triton": (0, 3e-3, 0.1), "xla": (0, 1e-3, 0), "plain": (0, 8e-3, 0.2)}[who]
     return [np.ones(4, np.float32) * x for x in (1, errors[1], 1 + errors[2])]
 
@@ -160,20 +160,20 @@ CLEAN = "ran batch (1.0 s, 0.0e+00)\nall ran\n========= ERROR SUMMARY: 0 errors\
 
 
 def line_with(file, text):
-    """What a report calls the line of a file that begins with a text."""
+    """Return how a report names the line of a file that begins with a text."""
     paths = [path for folder in ("src", "tests/gpu_scripts") for path in (sanitize.ROOT / folder).rglob(file)]
     lines = (enumerate(path.read_text().splitlines(), 1) for path in paths)
     return f"{file}:{next(i for own in lines for i, line in own if line.strip().startswith(text))}"
 
 
 def race(first, *others, call="batch"):
-    """What racecheck prints of one hazard."""
+    """Return what racecheck prints for one hazard."""
     rest = "".join(f"=========     and {x} [33 hazards]\n" for x in others)
     return f"========= Error: Race reported between {first}\n{rest}========= \nran {call} (2.7 s, 3.4e-03)\n"
 
 
 def read(size, where, call="batch"):
-    """What initcheck prints of one read."""
+    """Return what initcheck prints for one read."""
     return (
         f"========= Uninitialized __global__ memory read of size {size} bytes\n=========     at {where}\n"
         "=========     by thread (32,0,0) in block (8,0,0)\n=========     Address 0x2aa2a07100\n========= \n"
@@ -391,12 +391,12 @@ def test_keep_sources_writes_generated_kernels_for_lines_in(tmp_path, monkeypatc
 def test_false_alarm_kernels_contain_the_instructions_that_tools_misread():
     codes = {name: false_alarms.machine_code(plan, 90) for name, plan in false_alarms.plans().items()}
     texts = {name: " ".join(text for _, text in code) for name, code in codes.items()}
-    # A read at the beginning of what the warps are to run.
+    # Near the kernel's start, warps read what they are to run.
     assert any(address < 0x400 and text.startswith("LDS.U8") for address, text in codes["specialised"])
-    # Stores, a barrier of these warps, one arrival; and loads after the wait.
+    # Stores are followed by a barrier of these warps and one arrival. Loads follow the wait.
     assert re.search(r" STS\S* .*BAR\.SYNC\S* 0x2, 0x80.*P\d SYNCS\.ARRIVE", texts["handed_over"])
     assert re.search(r"SYNCS\.PHASECHK.* LDS\.64", texts["handed_over"])
-    # The own product is added to another thread's rounded one, and every thread stores.
+    # A thread's own product is added to another thread's rounded product, and every thread stores.
     assert re.search(r"SHFL\.BFLY PT, (R\d+), .* FFMA R\d+, R\d+, R\d+, \1 .* STS ", texts["summed_products"])
     assert not re.search(r"@!?P\d STS", texts["summed_products"])
     assert (
@@ -406,7 +406,7 @@ def test_false_alarm_kernels_contain_the_instructions_that_tools_misread():
 
 @pytest.fixture
 def tool(tmp_path):
-    """A stand-in for compute-sanitizer, which prints a text instead of running anything."""
+    """Return a function that makes a stand-in for compute-sanitizer, which only prints a text."""
 
     def make(text, wait=0):
         path = tmp_path / "tool"

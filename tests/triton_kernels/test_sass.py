@@ -4,8 +4,8 @@ import pytest
 
 from blockdiag.triton_kernels.launch.sass import loop_depths
 
-# A loop within a loop. The wait for a barrier stands behind the kernel's end and jumps back into the inner loop, a
-# second one to where no loop is; the last branch is the padding behind every kernel.
+# The code has a loop within a loop. One wait for a barrier is behind the kernel's end and jumps back into the inner
+# loop. A second wait jumps to code outside of loops. The last branch is the padding behind every kernel.
 NESTED = """
 	.section	.text.kernel,"ax",@progbits
 kernel:
@@ -42,7 +42,7 @@ kernel:
         /*0140*/                   NOP;
 """
 
-# Warps that wait for work, take it by its number and wait again.
+# Warps wait for work, branch to it by its number and wait again.
 SPECIALISED = """
 .L_x_0:
         /*0000*/                   BAR.SYNC 0x1 ;

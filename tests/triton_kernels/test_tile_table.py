@@ -1,4 +1,4 @@
-"""The tile table that a kernel makes, against the one that JAX makes."""
+"""The tile table that a kernel makes, compared with the one that JAX makes."""
 
 import functools
 
@@ -42,7 +42,10 @@ LENGTHS = {
 
 
 def expected_table(function, values, block_size):
-    """The table that JAX makes, in one program: operation by operation each shape is compiled dozens of times."""
+    """Return the table that JAX makes in one program.
+
+    Operation by operation, each shape would be compiled dozens of times.
+    """
     return compiled_quickly(functools.partial(function, tokens=1001, block_size=block_size))(jnp.asarray(values))
 
 

@@ -1,4 +1,4 @@
-"""Tables of the tiles that masks leave: right for every tile, and made and told in time and space linear in tokens."""
+"""Tests of tables of live tiles: they are right for every tile, and their time and size are linear in tokens."""
 
 import functools
 import tracemalloc
@@ -31,7 +31,7 @@ DOCUMENT_LENGTH = 3000
 
 
 def masked(query, key, value, seen):
-    """seen [T, S]."""
+    """Return attention with a mask `seen` [T, S]."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
     scores = jnp.where(seen[None, None], scores, -jnp.inf)
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
@@ -121,7 +121,7 @@ def line_tiles(region, tile, way):
 
 
 def states_of(found, region, tile, way):
-    """The states [.., lines, tiles] that a table tells."""
+    """Return the states [.., lines, tiles] that a table encodes."""
     counts = np.asarray(found.arrays[f"live_counts{way}"])
     form = found.lists.forms[("", "_t", "_d").index(way)]
     states = expanded(form, counts, found.arrays[f"live_tiles{way}"], line_tiles(region, tile, way))
@@ -137,7 +137,7 @@ def along_diagonals(states):
 
 
 def assert_sound(states, tile, seen):
-    """Dead tiles have no element that is seen, untouched ones no other.
+    """Assert that dead tiles have no visible element and that full tiles have no hidden one.
 
     Args:
         states: [tiles of queries, tiles of keys].
@@ -150,7 +150,7 @@ def assert_sound(states, tile, seen):
 
 
 def every_state(region, tile, arrays):
-    """The states of all tiles, by looking at each of them."""
+    """Return the states of all tiles, computed for each of them."""
     states = mask_states(region, tile, arrays)
     row_tiles, key_tiles = states.tiling.counts
     found = np.asarray(states.at(np.arange(row_tiles)[:, None], np.arange(key_tiles)[None, :]))
@@ -158,7 +158,7 @@ def every_state(region, tile, arrays):
 
 
 def assert_same_states(region, tile, arrays):
-    """Tables tell the states of all tiles, each way round; returns the tables, if there are any."""
+    """Assert that the tables of every direction match the states of all tiles; return the tables or None."""
     expected = every_state(region, tile, arrays)
     found = live_tiles(region, tile, arrays)
     if found is None:
@@ -190,7 +190,7 @@ def test_tile_tables_of_position_masks_have_the_state_of_every_tile(name, tokens
 
 
 def gallery_regions(name, array):
-    """The regions of a variant that masks something, and the arrays of their leaves."""
+    """Yield the regions of a variant and the arrays of their leaves."""
     inputs = VARIANTS[name].make_inputs(jax.random.key(0), Sizes())
     program = trace(VARIANTS[name].function, (), inputs)
     known = dict(zip(program.jaxpr.jaxpr.invars, program.arguments, strict=True))
@@ -215,7 +215,7 @@ DECIDED_BY_ARRAYS = (
 
 @pytest.mark.parametrize("name", DECIDED_BY_ARRAYS)
 def test_tile_tables_of_traced_arrays_equal_those_of_known_arrays(name, monkeypatch):
-    """As lists, and as ranges with which long calls save memory."""
+    """Tables are lists, or ranges, with which long calls save memory."""
     for (region, arrays), (_, known) in zip(
         gallery_regions(name, jnp.asarray), gallery_regions(name, np.asarray), strict=True
     ):
@@ -264,13 +264,13 @@ def test_rows_with_too_many_ranges_become_one_range():
 
 
 def known_arrays(region, **by_role):
-    """The arrays of leaves that are not known otherwise, by their role."""
+    """Return the arrays of leaves that are not constants, selected by role."""
     leaves = [(i, x) for i, x in enumerate(region.leaves) if x.role in by_role and x.source.constant is None]
     return {f"leaf{i}": by_role[x.role].reshape(x.source.shape) for i, x in leaves if x.source.key is not None}
 
 
 def random_masks(seed):
-    """Regions of masks of distances, of pairs, and of segments that are not in order; their arrays; and the masks."""
+    """Yield regions with masks of distances, pairs and unsorted segments, with their arrays and masks."""
     generator = np.random.default_rng(seed)
     tokens = (200, 256)[seed % 2]
     line = np.repeat(generator.random(2 * tokens // 8 + 1) < 0.3, 8)[: 2 * tokens - 1]
@@ -325,7 +325,7 @@ def test_distance_extents_of_tiles_bound_their_elements():
 
 
 def work_of(name, tokens, monkeypatch):
-    """How many tiles and blocks are looked at to make the tables of one tile size, and the tables."""
+    """Return the number of tiles and blocks visited to make the tables of one tile size, the tables and the region."""
     region, visited = masked_region(LINEAR[name], tokens), 0
 
     def counted(program, leaves, **options):
@@ -341,8 +341,7 @@ def work_of(name, tokens, monkeypatch):
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_tile_table_work_and_size_are_linear_in_tokens(name, monkeypatch):
-    """Eight times the tokens are eight times the blocks that are looked at, or a little more; and the numbers of a
-    line of tiles stay as many."""
+    """Eight times the tokens visit at most nine times the blocks, and the table size per line of tiles is bounded."""
     works = [work_of(name, tokens, monkeypatch) for tokens in (1 << 15, 1 << 18)]
     (few, _, _), (many, found, _) = works
     assert few > 100 and many <= 9 * few
@@ -352,7 +351,7 @@ def test_tile_table_work_and_size_are_linear_in_tokens(name, monkeypatch):
 
 
 def test_tile_table_work_of_undecidable_masks_is_bounded(monkeypatch):
-    """Every 64th tile of keys is seen: no block of tiles is decided. Beyond some work blocks stay, with their masks."""
+    """Few tiles of keys are seen, so no large block of tiles is decided. Beyond a work limit, blocks stay masked."""
     monkeypatch.setattr(refine, "_MOST_BLOCKS", 1 << 12)
     monkeypatch.setattr(refine, "_MOST_PER_LINE", 4)
 
@@ -387,7 +386,7 @@ def fused_documents(query, key, value, segment):
 
 @pytest.mark.parametrize("function", [fused_window, one_block, fused_documents], ids=["window", "block", "documents"])
 def test_tracing_a_million_tokens_takes_little_memory(function):
-    """Forward and gradient; lists of tiles, or their states, would be gigabytes."""
+    """Lists of tiles or their states would take gigabytes in the forward and backward passes."""
     tokens = 1 << 20
     given = shapes(tokens, heads=8, size=64)
     if function is fused_documents:
@@ -421,7 +420,7 @@ def test_explain_of_a_long_call_uses_little_memory():
     [("global_and_local", "ranges"), ("strided", "shared"), ("scattered", "list"), ("documents", "ranges")],
 )
 def test_kernels_visit_the_tiles_of_every_table_form(name, kind, monkeypatch):
-    """Results and gradients by the interpreter, of more ranges than one, of lists that lines share, and of others."""
+    """Results and gradients are right in the interpreter, with several ranges, shared lists and separate lists."""
     tokens = 512
     monkeypatch.setattr(tile_tables, "_MOST_STATES", 16)
     scattered = np.kron(np.random.default_rng(0).random((16, 16)) < 0.6, np.ones((32, 32), bool)) | np.eye(
@@ -467,7 +466,7 @@ def test_kernels_visit_the_tiles_of_every_table_form(name, kind, monkeypatch):
 
 
 def test_tile_lists_that_would_be_too_long_become_one_range_per_row(monkeypatch):
-    """Known masks of many ranges a line: lines of few ranges stay as they are, others see dead tiles, too."""
+    """In known masks, lines with few ranges stay exact, and lines with many ranges also visit dead tiles."""
     monkeypatch.setattr(tile_tables, "_MOST_LISTED", 0)
     monkeypatch.setattr(tile_tables, "_MOST_LISTED_OF_BLOCKS", 0)
     seen = np.kron(np.random.default_rng(0).random((32, 32)) < 0.5, np.ones((8, 8), bool))
@@ -503,7 +502,7 @@ def test_tile_rows_with_different_ends_share_a_list(monkeypatch):
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", ["global_and_local", "strided"])
 def test_kernels_of_every_table_form_do_not_spill_in_loops(name, arch, monkeypatch):
-    """Compiled for architectures that are not here, of heads of 64: nothing is in a thread's memory within a loop."""
+    """Kernels of heads of 64 have no local memory accesses in loops, compiled for each architecture."""
     monkeypatch.setattr(tile_tables, "_MOST_LISTED_OF_BLOCKS", 0)
     mask = LINEAR[name]
     region = region_of(lambda *given: masked(*given, mask(*given[:2])), shapes(1 << 14, size=64))

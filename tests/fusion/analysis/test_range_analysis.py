@@ -1,4 +1,4 @@
-"""Intervals of tile programs: every element lies within, and masks of positions are resolved exactly."""
+"""Tests of tile intervals: they contain every element, and masks of positions are resolved exactly."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from hypothesis import strategies
 from blockdiag.fusion.analysis.interval import Interval, unknown
 from blockdiag.fusion.analysis.range_analysis import bounds, predicates, tile_extent, tile_states
 
-ROWS, COLUMNS = 4, 8  # of a tile
+ROWS, COLUMNS = 4, 8  # the shape of a tile
 SHAPES = ((16, 16), (5, 21), (18, 7))
 I32, F32 = jnp.int32, jnp.float32
 LOWEST = float(jnp.finfo(F32).min)
@@ -25,9 +25,9 @@ class Program(NamedTuple):
     """A score function of [T, 1], [1, S], [T, S] and [1, 1] arrays.
 
     Attributes:
-        roles: of its arguments, "?" for a score of which the intervals shall know nothing.
-        leaves: its arguments, from a random generator and the lengths.
-        masked: below what its scores are masked elements; None: intervals need not find all dead tiles.
+        roles: the roles of its arguments; "?" is a score whose interval is unknown.
+        leaves: makes its arguments from a random generator and the lengths.
+        masked: the largest score of masked elements; None: intervals need not find all dead tiles.
     """
 
     function: Callable[..., Any]
@@ -51,7 +51,7 @@ def scored(*parts: Callable[..., list[np.ndarray]]) -> Callable[..., list[np.nda
 
 
 def documents(generator: np.random.Generator, rows: int, columns: int) -> list[np.ndarray]:
-    # None is left out: a tile has elements of all documents between its first and its last.
+    # No number is skipped, so a tile has elements of all documents between its first and its last.
     return [generator.integers(0, 2, size).cumsum().astype(np.int32) for size in (rows, columns)]
 
 
@@ -149,7 +149,7 @@ PROGRAMS = {
 
 
 def place(leaf: Any, role: str) -> Any:
-    """A leaf as an operand of the whole score matrix."""
+    """Return a leaf as an operand of the whole score matrix."""
     return {"row": lambda: leaf[:, None], "column": lambda: leaf[None, :], "scalar": lambda: leaf[None, None]}.get(
         role, lambda: leaf
     )()
@@ -177,7 +177,7 @@ def extents(roles: tuple[str, ...], leaves: list[Any]) -> list[Interval]:
 
 
 def spread(end: Any, shape: tuple[int, int]) -> np.ndarray:
-    """For each element, the bound of its tile."""
+    """Return the bound of the tile of each element."""
     tiles = tuple(-(-size // tile) for size, tile in zip(shape, (ROWS, COLUMNS), strict=True))
     end = np.broadcast_to(np.asarray(end), tiles)
     return np.repeat(np.repeat(end, ROWS, 0), COLUMNS, 1)[: shape[0], : shape[1]]
@@ -242,7 +242,7 @@ def test_bounds_with_jax_and_numpy_agree(name: str) -> None:
 
 
 def test_bounds_of_constants_are_resolved_while_tracing() -> None:
-    """Also where the constants of the program are arrays of JAX, and beside leaves that are tracers."""
+    """This also holds if the program's constants are JAX arrays and if other leaves are tracers."""
     floor = jnp.float32(-1e10)
     shape = jax.ShapeDtypeStruct((ROWS, COLUMNS), F32)
     program = jax.make_jaxpr(lambda s, q, k: jnp.where(q >= k, s, floor))(
@@ -256,7 +256,7 @@ def test_bounds_of_constants_are_resolved_while_tracing() -> None:
         extent = [tile_extent(rows, "row", ROWS, COLUMNS), tile_extent(columns, "column", ROWS, COLUMNS)]
         (interval,) = bounds(program, [unknown(F32), *extent])
         found.append(interval)
-        # With a traced score the mask is still one.
+        # A traced score does not prevent the mask from being resolved.
         (mixed,) = bounds(program, [tile_extent(x, "score", ROWS, COLUMNS), *extent])
         return tile_states(mixed)
 
@@ -269,7 +269,7 @@ def test_bounds_of_constants_are_resolved_while_tracing() -> None:
 
 
 def test_bounds_of_leaves_with_different_batch_axes_broadcast() -> None:
-    """Leaves with other batch axes than each other, as [B, 1] and [1, H], broadcast."""
+    """Leaves with different batch axes, such as [B, 1] and [1, H], broadcast against each other."""
     generator = np.random.default_rng(0)
     lengths, slopes = np.array([[3], [9]], np.int32), generator.uniform(0.1, 1, (1, 3)).astype(np.float32)
     rows, columns = positions(generator, 10, 12)
@@ -287,7 +287,7 @@ def test_bounds_of_leaves_with_different_batch_axes_broadcast() -> None:
 
 
 def test_predicates_returns_the_intervals_of_boolean_selects() -> None:
-    """By the index of their equation; an integer that chooses among cases is none."""
+    """The keys are equation indices; a select with an integer index is not included."""
     rows, columns = positions(np.random.default_rng(0), 8, 16)
     shape = jax.ShapeDtypeStruct((ROWS, COLUMNS), F32)
 
@@ -356,7 +356,7 @@ NO_FLOATS, NO_BOOLS = ("bitwise_and", "bitwise_xor"), ("add", "sub", "mul", "div
 
 
 def chosen(dtype: Any, operands: int) -> dict[str, Callable[..., Any]]:
-    """The primitives that take operands of a dtype."""
+    """Return the primitives that take operands of a dtype."""
     if jnp.issubdtype(dtype, jnp.floating):
         return UNARY if operands == 1 else {name: rule for name, rule in BINARY.items() if name not in NO_FLOATS}
     if operands == 1:
@@ -366,7 +366,7 @@ def chosen(dtype: Any, operands: int) -> dict[str, Callable[..., Any]]:
 
 
 def draw(generator: np.random.Generator, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Numbers of one kind each time: special ones, some of them infinite or NaN; small integers; normal ones."""
+    """Draw numbers of one random kind, such as special values, small integers or normal numbers."""
     kind = generator.integers(0, 6)
     if dtype == np.bool_:
         return generator.integers(0, 1 + min(kind, 1), shape).astype(bool)
@@ -389,7 +389,7 @@ def draw(generator: np.random.Generator, dtype: Any, shape: tuple[int, ...]) -> 
 @pytest.mark.parametrize("operands", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "int8", "uint8", "uint32", "bool"])
 def test_bounds_of_primitives_contain_their_results(dtype: Any, operands: int) -> None:
-    """Results lie within their intervals, of NumPy and of JAX, also where bits are lost or numbers overflow."""
+    """Intervals computed by NumPy and by JAX contain the results, even if bits are lost or numbers overflow."""
     dtype, shape = jnp.dtype(dtype), (8, 16)
     functions = chosen(dtype, operands) if (dtype, operands) != (jnp.bool_, 1) else {"not": jnp.logical_not}
     roles = ("score",) if operands == 1 else ("row", "column")
@@ -399,7 +399,7 @@ def test_bounds_of_primitives_contain_their_results(dtype: Any, operands: int) -
 
     program = jax.make_jaxpr(every)(*[jax.ShapeDtypeStruct(tile_shape(role), dtype) for role in roles])
     evaluate = jax.jit(every)
-    # Without x64 there is no array of JAX that holds their bounds.
+    # Without x64 no JAX array can hold the bounds of uint32.
     is_wide = [result.dtype == jnp.uint32 for result in program.out_avals]
 
     @jax.jit
@@ -422,9 +422,9 @@ def test_bounds_of_primitives_contain_their_results(dtype: Any, operands: int) -
                 else:
                     assert_contains(interval, values, name)
 
-    # Neither are the intervals much wider than they must be.
+    # The intervals of constant operands must also be tight.
     if jnp.issubdtype(dtype, jnp.unsignedinteger):
-        return  # their opposites wrap
+        return  # negation wraps around
     is_float = jnp.issubdtype(dtype, jnp.floating)
     tolerance = 0.1 if is_float else 0.0
     loose = {"cumsum", "sin", "pow", "inverse"} | ({"rem"} if is_float else set())
@@ -484,7 +484,7 @@ def test_tile_extent_of_nan_is_unknown() -> None:
 
 
 def test_bounds_of_calls_and_constants_are_exact() -> None:
-    """Functions with derivatives of their own, checkpoints and arrays that the program holds."""
+    """The program has a function with a custom derivative, a checkpoint and a constant array."""
 
     @jax.custom_vjp
     def doubled(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tiles that masks other than `where(mask, score, -inf)` rule out: added ones, and those of weights without softmax."""
+"""Tests of tiles that other masks than `where(mask, score, -inf)` rule out, such as added and multiplied masks."""
 
 import functools
 
@@ -43,14 +43,14 @@ def sigmoid(query, key, value):
 
 
 def decay(query, key, value, rate):
-    """rate [N]."""
+    """Return attention whose weights decay with distance at `rate` [N], without a softmax."""
     away = jnp.maximum(distance(query), 0).astype(query.dtype)
     weights = products(query, key) * jnp.tril(jnp.exp(-jnp.exp(rate)[:, None, None] * away[None]))[None]
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
 def written(query, key, value):
-    """A mask that is written at its places, as it is in other libraries."""
+    """Return attention with a mask made by a scatter, as other libraries make it."""
     tokens = query.shape[1]
     bias = jnp.zeros((tokens, tokens)).at[jnp.triu_indices(tokens, 1)].set(-jnp.inf)
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + bias[None, None], axis=-1), value)
@@ -67,26 +67,26 @@ WITHIN = np.where(DOCUMENT[:, None] == DOCUMENT, np.float32(0.5), np.float32(-1e
 
 
 def documents_of_floats(query, key, value):
-    """No mask of distances."""
+    """Return attention with an added mask that is not a function of distances."""
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + WITHIN[None, None], axis=-1), value)
 
 
 def biased_and_added(query, key, value, bias):
-    """bias [N, T, T], with a mask that is added, too."""
+    """Return attention with a bias [N, T, T] and a mask that is added too."""
     mask = jnp.where(distance(query) >= 0, 0.0, -1e9)
     weights = jax.nn.softmax(products(query, key) + bias[None] + mask[None, None], axis=-1)
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
 def table_and_added(query, key, value, table):
-    """table [41, N]: a bias of clipped distances that has the mask in it before it is added, as in decoders of T5."""
+    """Return attention with a table [41, N] of clipped distances, merged with the mask before it is added, as in T5."""
     away = distance(query)
     bias = table[jnp.clip(away, -20, 20) + 20].transpose(2, 0, 1) + jnp.where(away >= 0, 0.0, -jnp.inf)[None]
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + bias[None], axis=-1), value)
 
 
 def biased_before_the_scale(query, key, value, bias):
-    """As positions of Transformer-XL are: scores and bias are scaled together."""
+    """Return attention that scales scores and bias together, as Transformer-XL does."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) + bias[None]
     mask = jnp.where(distance(query) >= 0, 0.0, -1e9)
     weights = jax.nn.softmax(scores / SIZE**0.5 + mask[None, None], axis=-1)
@@ -98,19 +98,19 @@ def biased_without_gradient(query, key, value, bias):
 
 
 def biases_decide(query, key, value, bias):
-    """bias [N, T, T] is a mask as well as a bias: it may be anything."""
+    """Return attention in which bias [N, T, T] is also in the mask's predicate, so that it may be anything."""
     scores = jnp.where(bias[None] < 1e8, products(query, key) + bias[None] - 2e9, products(query, key))
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
 
 
 def learned_mask(query, key, value, keep):
-    """keep [S]: 0 for some tiles, and still with a derivative there."""
+    """Return attention with a factor `keep` [S], which is 0 in some tiles and has a derivative there."""
     weights = jax.nn.sigmoid(products(query, key)) * jnp.clip(keep, -1.0, 1.0)[None, None, None]
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
 def transducer(query, key, value, bias):
-    """Without a softmax, as in sequential transducers: bias [N, T, S], and a mask that is a factor."""
+    """Return attention without a softmax, as in sequential transducers, with bias [N, T, S] and a mask as a factor."""
     weights = jax.nn.silu(products(query, key) + bias[None]) / TOKENS * jnp.tri(TOKENS)[None, None]
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
@@ -162,7 +162,7 @@ def test_scatter_masks_are_computed_from_positions(function):
 
 
 def test_mask_with_a_traced_value_at_known_positions_is_not_an_array():
-    """The places are known, the number is not."""
+    """The indices of the scatter are known, but the written value is not."""
 
     def function(query, key, value, most):
         bias = jnp.zeros((TOKENS, TOKENS)).at[jnp.triu_indices(TOKENS, 1)].set(most)
@@ -221,7 +221,7 @@ def within_radius(points):
 )
 @pytest.mark.parametrize("has_softmax", [True, False])
 def test_mask_predicates_on_products_above_the_score_bound_stay_exact(seen_of, is_causal, has_softmax):
-    """Dead tiles and tiles without a mask would both be wrong: products of up to 8e8 are compared."""
+    """The predicates compare products of up to 8e8, so neither dead nor unmasked tiles may be assumed."""
 
     def function(query, key, value, points):
         seen = seen_of(points)
@@ -242,7 +242,7 @@ def test_mask_predicates_on_products_above_the_score_bound_stay_exact(seen_of, i
 
 
 def test_masked_tiles_beside_leaky_scores_are_skipped():
-    """The sign of scores decides nothing that their size does."""
+    """The predicate of `leaky_relu` on the sign of scores does not prevent skipping."""
 
     def function(query, key, value):
         scores = jax.nn.leaky_relu(products(query, key)) + jnp.where(distance(query) >= 0, 0.0, -1e9)[None, None]
@@ -254,7 +254,7 @@ def test_masked_tiles_beside_leaky_scores_are_skipped():
 
 def test_float_bias_arrays_are_not_inspected_for_skipping():
     def biased(query, key, value, bias):
-        """bias [T, S]."""
+        """Return attention with a bias [T, S]."""
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + bias[None, None], axis=-1), value)
 
     bias = jnp.where(jnp.tri(TOKENS, dtype=bool), 0.0, -1e9)
@@ -265,7 +265,7 @@ def test_float_bias_arrays_are_not_inspected_for_skipping():
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1)], ids=str)
 def test_mask_positions_are_never_array_leaves(batch, lead):
-    """Axes of one before a mask are not an axis of one sequence: somebody would write its positions down."""
+    """An axis of size 1 before a mask is not a batch axis, for which positions would be stored as an array."""
 
     def windowed(query, key, value):
         scores = jnp.einsum("btnh,bsnh->bnts", query, key)

@@ -1,4 +1,4 @@
-"""Generated Hopper kernels, run by an interpreter of our own: results and gradients against float32."""
+"""Tests of generated Hopper kernels in the Gluon interpreter: results and gradients match float32."""
 
 import dataclasses
 import functools
@@ -28,9 +28,9 @@ HOPPER = Target.for_arch(90)
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Names of the kernels that have run: those that Hopper would launch, by interpreters."""
+    """Run the kernels that Hopper would launch in interpreters, and return the growing list of their names."""
     names = []
-    # What is compiled for one test would tell that one.
+    # A program that was compiled for an earlier test would report its kernels to that test's list.
     jax.clear_caches()
 
     def run(spec, plan, *arrays):
@@ -58,7 +58,7 @@ def launched(monkeypatch):
 
 
 def results(function, inputs, cotangent):
-    """The result, and the gradients of floating inputs where there is a cotangent, by name."""
+    """Return the result by name, and the gradients of floating inputs if there is a cotangent."""
     if cotangent is None:
         return {"output": np.asarray(function(**inputs), np.float32)}
     whole = {name: x for name, x in inputs.items() if x.dtype.kind == "i"}
@@ -73,7 +73,7 @@ def widened(inputs):
 
 
 def assert_exact(case, function, *, is_masked=False, has_gradients=True):
-    """The function's results are as exact as those of 16-bit arrays in plain code."""
+    """Assert that results are about as accurate as those of the plain function with 16-bit arrays."""
     inputs = case.inputs()
     cotangent = None
     if has_gradients:
@@ -85,7 +85,7 @@ def assert_exact(case, function, *, is_masked=False, has_gradients=True):
     for name, exact in results(jax.jit(case.function), widened(inputs), cotangent).items():
         actual, other = found[name], rough[name]
         if is_masked:
-            # The first row sees no key: 0 in fused functions, and something else in others.
+            # The first row sees no key: fused functions return 0 there, and plain ones do not.
             if name in ("mask", "pair"):
                 continue
             exact, actual, other = (x[:, 1:] for x in (exact, actual, other))
@@ -96,12 +96,12 @@ def assert_exact(case, function, *, is_masked=False, has_gradients=True):
 @pytest.mark.parametrize("name", [name for name, case in STREAMED.items() if case.streams])
 def test_streamed_kernels_match_float32(name, launched):
     case = STREAMED[name]
-    # Gradients are other kernels'; what they are told of the softmax is the same in all cases.
+    # Other kernels compute the gradients, and their residuals have the same form in all cases.
     assert_exact(case, fuse(case.function, implementation="triton"), has_gradients=name in ("cross", "far_away"))
     assert {x for x in launched if x.startswith("fused_forward")} == {"fused_forward_streamed"}
 
 
-# Their programs go through several rounds on a GPU with 132 multiprocessors. Few rows do so on one with 8.
+# Programs of these cases run several rounds on a GPU with 132 multiprocessors. With 8, few rows suffice for that.
 MANY_ROUNDS = ("many_rows", "many_wide_rows", "one_chunk", "shared")
 FEW_ROWS, FEW_MULTIPROCESSORS = 6, 8
 
@@ -149,7 +149,7 @@ def test_resident_bias_gradient_in_one_part_keeps_shape_and_dtype(name, launched
 
 
 class Slow:
-    """Chance by which some warps are slow: those of the first group, of the second one, or the one that loads."""
+    """A stand-in for `random.Random` with fixed delays of the first warp group, the second group and the loader."""
 
     def __init__(self, *naps):
         self.naps = itertools.cycle(naps)
@@ -169,9 +169,9 @@ LOADED = "        k_part = wait_slot(key_ring, key_full, chunk)\n"
 @pytest.mark.parametrize(
     ("lines", "changed", "naps"),
     [
-        # Values' slot is free before they are added up.
+        # The slot of values is freed before the product that reads it has completed.
         (WAIT + FREE, FREE + WAIT, (2e-3, 2e-3, 0.0)),
-        # Nobody waits for keys.
+        # The wait for keys is missing.
         (LOADED, "        k_part = key_ring.index(chunk % 3)\n", (0.0, 0.0, 2e-3)),
     ],
 )
@@ -191,13 +191,13 @@ def test_reordered_shared_memory_accesses_are_detected(lines, changed, naps):
     try:
         is_noticed = not np.array_equal(output_of(text.replace(lines, changed)), right)
     except AssertionError:
-        # Warps meet each other at the wrong phase.
+        # The interpreter detects a barrier in the wrong phase.
         is_noticed = True
     assert is_noticed
 
 
 def assert_same_nan_of_rows(function, inputs):
-    """Results and the queries' gradients have NaN where plain code has it; returns how many results that are."""
+    """Assert that results and query gradients are NaN where plain ones are; return the number of NaN results."""
     cotangent = jnp.ones(jax.eval_shape(function, **inputs).shape)
     expected = results(function, inputs, cotangent)
     found = results(fuse(function, implementation="triton"), inputs, cotangent)

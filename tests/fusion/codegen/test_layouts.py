@@ -1,4 +1,4 @@
-"""Arrays that kernels read in another order than they lie in."""
+"""Tests of arrays whose memory layout differs from the order in which kernels read them."""
 
 import functools
 import re
@@ -16,14 +16,14 @@ BATCH, QUERIES, KEYS, HEADS, FEATURES = 2, 19, 37, 3, 8
 
 
 def heads_last(query, key, value, pairs):
-    """pairs [B, T, S, N, 2]: a bias and a factor of each head, side by side."""
+    """Return attention with `pairs` [B, T, S, N, 2], which holds a bias and a factor of each head."""
     scores = jnp.einsum("btnh,bsnh->btsn", query, key) * FEATURES**-0.5 + pairs[..., 0]
     weights = jax.nn.softmax(scores, axis=2) * pairs[..., 1]
     return jnp.einsum("btsn,bsnh->btnh", weights, value)
 
 
 def queries_last(query, key, value, pairs):
-    """pairs [N, S, T]: they lie side by side along the queries."""
+    """Return attention with a bias `pairs` [N, S, T], which is contiguous along the queries."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * FEATURES**-0.5 + pairs.mT[None]
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
 
@@ -60,7 +60,7 @@ def test_fuse_of_transposed_layouts_matches_float64(function, implementation):
 
 @FUNCTIONS
 def test_kernels_of_transposed_layouts_have_unit_stride(function):
-    """A stride of 1 in every load of scores, and in every store of their gradients."""
+    """Every load of a score array, and every store of its gradient, has a stride of 1."""
     source = explain(function)(*operands(function, np.float32)).source
     places = re.findall(r"p_(?:leaf|grad)\d+ \+ .*?[ro]_q\[:, None\] \* (\d+) \+ [ro]_k\[None, :\] \* (\d+)", source)
     assert len(places) >= 4
@@ -69,12 +69,12 @@ def test_kernels_of_transposed_layouts_have_unit_stride(function):
 
 
 def matrices(query, key, value):
-    """query [H, T], key [H, S], value [S, H]."""
+    """Return attention of query [H, T], key [H, S] and value [S, H]."""
     return jax.nn.softmax(query.T @ key * FEATURES**-0.5, axis=-1) @ value
 
 
 def shared_queries(query, key, value):
-    """query [H, T], key and value [B, S, H]."""
+    """Return attention of query [H, T] with key and value [B, S, H]."""
     scores = jnp.einsum("ht,bsh->bts", query, key) * FEATURES**-0.5
     return jnp.einsum("bts,bsh->bth", jax.nn.softmax(scores, axis=-1), value)
 
@@ -102,7 +102,7 @@ def test_single_query_and_key_with_scores_in_memory_match_the_reference(layout):
 
 
 def heads_in_the_batch(query, key, value, hidden):
-    """query [T, B, N H], key, value [S, B, N H], hidden [B, S]: heads are batch indices, but for the mask."""
+    """Return attention of query [T, B, N H] with heads merged into the batch, except for the mask `hidden` [B, S]."""
     query, key, value = (x.reshape(len(x), -1, FEATURES).swapaxes(0, 1) for x in (query, key, value))
     scores = (query @ key.mT).reshape(len(hidden), -1, query.shape[1], key.shape[1])
     scores = jnp.where(hidden[:, None, None] > 0, -jnp.inf, scores)
@@ -110,7 +110,7 @@ def heads_in_the_batch(query, key, value, hidden):
 
 
 def windows_in_the_batch(query, key, value, mask):
-    """query, key, value [B W, N, T, H], mask [W, T, T]: windows of images."""
+    """Return attention of operands [B W, N, T, H] within windows of images, with mask [W, T, T]."""
     scores = query @ key.mT
     scores = scores.reshape(-1, len(mask), *scores.shape[1:]) + mask[None, :, None]
     return jax.nn.softmax(scores.reshape(-1, *scores.shape[2:]), axis=-1) @ value
@@ -125,7 +125,7 @@ MERGED = {
 @pytest.mark.parametrize("tokens", [2, FEATURES, FEATURES + 1])
 @pytest.mark.parametrize("function", MERGED, ids=lambda x: x.__name__)
 def test_few_tokens_of_merged_axes_read_queries_and_keys(function, tokens):
-    """Scores that are no larger than queries and keys are not what a kernel reads, either."""
+    """Kernels read queries and keys even if the scores are no larger."""
     given = arrays(*MERGED[function](tokens))
     (region,) = explain(function)(*given).regions
     assert {"query", "key"} <= {leaf.role for leaf in region.leaves}

@@ -1,4 +1,4 @@
-"""NaN in fused scores: kernels make NaN of what XLA makes NaN of, and of nothing else."""
+"""Tests of NaN in fused scores: kernels return NaN exactly where XLA does."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Generated kernels, compiled for architectures that are not here."""
+"""Tests of generated kernels, compiled for architectures that need not be present."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ MATRIX_UNITS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 
 
 def launches(name: str, size: int = 64) -> dict[str, FusedLaunch]:
-    """Every kernel of a variant of a head size, forward and backward, by name."""
+    """Return the forward and backward kernels of a variant with a head dimension, by name."""
     variant = VARIANTS[name]
     inputs = variant.make_inputs(jax.random.key(0), replace(SIZES, head_dim=size, value_dim=size))
     flat, _ = flat_jaxpr(lambda given: variant.function(**given), inputs)
@@ -30,7 +30,7 @@ def launches(name: str, size: int = 64) -> dict[str, FusedLaunch]:
 
 
 def launches_of(region: Region) -> dict[str, FusedLaunch]:
-    """Every kernel of a region, forward and backward, by name."""
+    """Return the forward and backward kernels of a region, by name."""
     inner, change = triton_fused.arranged(region)
     leaves = [jax.ShapeDtypeStruct(x.source.shape, x.source.dtype) for x in inner.leaves]
     found: dict[str, FusedLaunch] = {}
@@ -68,7 +68,7 @@ def test_kernels_fit_their_architecture(name, size, arch):
         report = report_of(launch.plan(Target.for_arch(arch)), arch)
         assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
         if arch > 80 or size <= 128:
-            # Ampere's registers hold the factors of products too.
+            # Ampere also keeps the operands of products in registers, so heads of 256 may spill.
             assert not any(depth > 0 and count for depth, count in report.local_accesses.items()), str(report)
         assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0 and report.ptx["atom"] == 0
         assert report.ptx[MATRIX_UNITS[arch]] > 0, str(report)

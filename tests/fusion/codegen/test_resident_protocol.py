@@ -15,7 +15,7 @@ ROUNDS = (1, 2, 3, 5, 8)
 
 
 def resident_kernels(name):
-    """The kernels of a case that keep the bias, by their names."""
+    """Return the sources of the kernels of a case that keep the bias in shared memory, by name."""
     region = CASES[name].region()
     inner, _ = triton_fused.arranged(region)
     launches = launches_of(region)
@@ -44,17 +44,17 @@ def test_resident_kernels_do_not_deadlock(name):
         ("many_rows", "fused_forward_resident", "mbarrier.arrive(turns.index(1 - GROUP), count=1)"),
         # Sums of one half are never handed over.
         ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_full.index(0), count=1)"),
-        # Nobody says that gradients are there, or that they have left.
+        # No warp signals that the gradients are ready, or that they have been stored.
         ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(grads_full.index(0), count=1)"),
         ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_empty.index(0), count=1)"),
-        # Nobody brings what the last round's products of one more begin with.
+        # No warp signals the data of the extra round, whose first product starts ahead of time.
         ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(lines_full.index(count % 3), count=1)"),
         ("many_rows", "fused_columns_resident", "mbarrier.arrive(own_full.index(slot), count=1)"),
-        # Nobody says that keys, or that tiles which sums leave by, have been read, or that gradients are there.
+        # No warp signals that the keys or the staged sums have been read, or that the gradients are ready.
         ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(ring_empty.index(keys), count=1)"),
         ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_empty.index(0), count=1)"),
         ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(grads_full.index(own_slot), count=1)"),
-        # One less arrival than a phase has.
+        # The phase has one arrival too few.
         (
             "many_wide_rows",
             "fused_columns_resident",
@@ -81,7 +81,7 @@ def test_resident_kernel_without_one_arrival_deadlocks(name, kernel, line):
 def test_resident_kernel_whose_loader_does_not_wait_is_detected(name, kernel, line):
     text, count = re.subn(line, "pass", resident_kernels(name)[kernel])
     assert count
-    # Where the groups are slow.
+    # Only a schedule with slow groups exposes the missing wait, so several seeds are tried.
     with pytest.raises(AssertionError):
         for seed in range(8):
             run_protocol(text, kernel, 0, 8, random.Random(seed))

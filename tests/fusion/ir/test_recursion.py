@@ -1,4 +1,4 @@
-"""Programs are as deep as they are long: passes need no more of the stack for that, and as long for each equation."""
+"""Tests that long programs do not overflow Python's stack and that the passes' work per equation is constant."""
 
 import inspect
 import sys
@@ -24,13 +24,13 @@ SHAPE = (1, TOKENS, HEADS, WIDTH)
 # the passes need 200 of them, whatever the depth.
 LIMIT = 350
 DEPTH = LIMIT + 50
-# Each addition is several values.
+# Each addition makes several values.
 SCORES_DEPTH = LIMIT
 
 
 @pytest.fixture(autouse=True)
 def low_recursion_limit():
-    """Programs are deeper than Python may recurse."""
+    """Lower Python's recursion limit below the depth of the programs."""
     usual = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + LIMIT)
     yield
@@ -43,7 +43,7 @@ def attend(query, key, value, change=lambda scores: scores):
 
 
 def stream(x, added, depth=DEPTH):
-    """Additions with nothing between, whose sum stays as large as one of them."""
+    """Return a chain of additions without other operations, scaled to the size of one term."""
     half = added / 2
     for i in range(depth):
         x = x + added if i % 2 else x - half
@@ -60,7 +60,7 @@ def normed(x):
 
 
 def rotated(x):
-    """Pairs of features, cut out of them and joined again."""
+    """Rotate pairs of features, which are sliced and joined again."""
     first, second = x[..., : WIDTH // 2], x[..., WIDTH // 2 :]
     cos, sin = (jnp.moveaxis(f(jnp.arange(TOKENS) / 8)[None, None, None], -1, 1) for f in (jnp.cos, jnp.sin))
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -75,7 +75,7 @@ def before_norms(x, added, weights):
 
 
 def before_experts(x, added, weights):
-    """Products with matrices of each sequence, which might be weights of another attention."""
+    """Multiply by a matrix of each sequence, which might be the weights of another attention."""
     x = stream(x, added)
     return attend(*projected(x + jnp.einsum("btc,bcd->btd", x, x.mT @ x / CHANNELS), weights))
 
@@ -93,7 +93,7 @@ def of_norms(x, added, weights):
 
 
 def of_doubles(x, added, weights):
-    """Each value is used twice."""
+    """Use each value twice."""
     for _ in range(DEPTH):
         x = (x + x) / 2
     return attend(*projected(x + added, weights))
@@ -154,7 +154,7 @@ def test_fuse_of_many_added_scores_matches_the_reference():
 
 
 def test_fuse_of_long_pair_streams_matches_the_reference():
-    """A stream of pairs, as in Evoformer, of which a bias is made by a product, or by a part of its channels."""
+    """A stream of pairs, as in Evoformer, gives a bias by a product or by a slice of its channels."""
     given = arrays(SHAPE, SHAPE, SHAPE, (1, TOKENS, TOKENS, 4), (1, 1, TOKENS, 4), (4, HEADS))
 
     def multiplied(query, key, value, pairs, added, weight):

@@ -1,4 +1,4 @@
-"""Equal regions are derived once, and only equal ones."""
+"""Tests that equal regions share one derivation and that different regions do not."""
 
 import collections
 import dataclasses
@@ -58,7 +58,7 @@ def with_mask(draw):
 
 def with_lengths(step):
     def lengths():
-        # Known while tracing, as it is computed of nothing.
+        # Known while tracing, since it depends on no argument.
         return (TOKENS - step * jnp.arange(BATCH))[:, None, None, None]
 
     return lambda *given: attention(*given, seen=jnp.arange(TOKENS)[None, None, None, :] < lengths())
@@ -75,7 +75,7 @@ def with_cap(function):
 
 
 def with_slope(factor):
-    """A function with a derivative of its own."""
+    """Return a function with a custom derivative."""
 
     @jax.custom_jvp
     def cap(scores):
@@ -170,7 +170,7 @@ def test_regions_with_a_constant_leaf_have_different_hashes():
 
 
 def test_regions_of_unknown_arrays_have_the_same_hash():
-    """A mask in memory is read by kernels that are the same for all masks."""
+    """Kernels read such a mask from memory, so they are the same for all masks."""
     assert key_of(region_of(with_mask(0))) == key_of(region_of(with_mask(1)))
 
 
@@ -219,7 +219,7 @@ def test_equal_layers_of_different_arrays_have_their_own_gradients():
 
 
 def model(count, layer=attention):
-    """Layers with norms and a residual stream, and their parameters."""
+    """Return a function of layers with norms and a residual stream, and the shapes of its arguments."""
 
     def norm(x):
         return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
@@ -237,7 +237,7 @@ def model(count, layer=attention):
 
 
 def counted(monkeypatch, owner, *names):
-    """How often functions are called from now on."""
+    """Return a counter of the calls of functions from now on."""
     counts = collections.Counter()
     for name in names:
         function = getattr(owner, name)
@@ -251,7 +251,7 @@ def counted(monkeypatch, owner, *names):
 
 
 def forget_programs():
-    """Let go of all that nobody uses: with the functions of a program what JAX keeps of these, and then of others."""
+    """Collect garbage repeatedly: freeing a program's functions frees JAX's caches, and these free other functions."""
     for _ in range(4):
         gc.collect()
 
@@ -260,7 +260,7 @@ STEPS = ("_kernels", "forward_source", "rows_source", "columns_source", "live_ti
 
 
 def work_of(function, given, monkeypatch):
-    """What is done to trace a function and its gradient, for a GPU that is not there."""
+    """Count the steps that trace a function and its gradient for Hopper, which need not be present."""
     forget_programs()
     with monkeypatch.context() as patched, compile_target(90):
         counts = counted(patched, triton_fused, *STEPS)
@@ -354,7 +354,7 @@ def test_shared_region_is_freed_with_its_program(implementation, monkeypatch):
 
 
 def test_attention_search_is_linear_in_layers(monkeypatch):
-    """A residual stream goes through all layers: what looks for attention in one must not go down to the first."""
+    """A residual stream connects all layers, but the search for attention in one must not descend to the first."""
     counts = counted(monkeypatch, Puller, "_new_node")
     nodes = []
     for count in (4, 8, 12):
@@ -366,7 +366,7 @@ def test_attention_search_is_linear_in_layers(monkeypatch):
 
 
 def squares(query, key, value):
-    """Linear attention by squares under a mask, whose sum divides them."""
+    """Return attention with masked squares of scores as weights, which are divided by their sum."""
     weights = jnp.where(jnp.tri(TOKENS, dtype=bool), jnp.square(query @ key.mT), 0)
     return weights / weights.sum(axis=-1, keepdims=True) @ value
 

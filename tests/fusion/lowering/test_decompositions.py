@@ -1,4 +1,4 @@
-"""Operations that kernels compute by others."""
+"""Tests of operations that kernels decompose into other operations."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ TOKENS, WIDTH = 35, 16
 GENERATOR = np.random.default_rng(0)
 LINE = np.concatenate([GENERATOR.normal(size=2000) * 3, GENERATOR.normal(size=500) / 100, [0, 1, -1, 0.5, 1.5, -2.5]])
 WITHIN = np.concatenate([GENERATOR.uniform(-1, 1, 2000), GENERATOR.normal(size=500) / 100, [0, 0.999]])
-# What an operation takes, and NumPy's of the same.
+# The inputs of each operation and the NumPy or SciPy function that it must match.
 ONE = {
     "acos": (WITHIN, np.arccos), "acosh": (np.abs(LINE) + 1, np.arccosh), "asin": (WITHIN, np.arcsin),
     "asinh": (LINE, np.arcsinh), "atan": (LINE, np.arctan), "atanh": (WITHIN, np.arctanh), "cbrt": (LINE, np.cbrt),

@@ -42,10 +42,11 @@ def test_bias_of_another_dtype_is_not_resident():
 
 
 KERNELS = ("forward", "rows", "columns")
-# Two groups of warps have half of the keys each, in whole chunks; lines of queries have gradients of their own; the
-# bias is not simply a term.
+# A joint kernel is ruled out because the two warp groups cannot halve the keys in whole chunks, because per-query
+# arrays have gradients of their own, or because the bias is not simply an additive term.
 WITHOUT_JOINT = ("three_chunks", "one_chunk", "terms", "bent")
-# Keys of one chunk have no tile of their own by columns; numbers of each head have a gradient of their own by rows.
+# The plain kernel runs if keys of the columns kernel are no multiple of 128 or if there are more than 256 queries. It
+# also runs if a per-head value has its gradient in the rows kernel.
 PLAIN = {("one_chunk", "columns"), ("three_chunks", "rows"), ("three_chunks", "columns"), ("terms", "rows")}
 
 
@@ -74,7 +75,7 @@ def test_kernels_fit_hopper(name):
             continue
         assert report.name == f"fused_{kind}_resident"
         assert report.shared_bytes <= report.shared_limit
-        # Warps wait for their part in a loop of its own, outside of theirs: there the compiler may spill addresses.
+        # Warps wait for their partition in an outer loop, in which the compiler may spill addresses.
         assert not any(depth > 1 and count for depth, count in report.local_accesses.items()), str(report)
         assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
 
@@ -103,7 +104,7 @@ def test_a_joint_kernel_fits_hopper(name):
     launch = joint_launch(inner)
     report = report_of(launch.plan(Target.for_arch(90)), 90)
     assert report.shared_bytes <= report.shared_limit
-    # Of those who compute nothing is kept in memory; who gathers lines may keep an address there, read once a round.
+    # Computing warps must not spill. The warps that gather vectors may spill an address that they read once a round.
     accesses = sum(count for depth, count in report.local_accesses.items() if depth > 1)
     assert report.spill_bytes <= 16 and accesses <= 2, str(report)
     assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
@@ -112,7 +113,7 @@ def test_a_joint_kernel_fits_hopper(name):
 
 
 def joint_launch(inner):
-    """The launch of the joint kernel of an arranged region."""
+    """Return the launch of the joint kernel of an arranged region."""
     joint = triton_fused.joint_kernel(inner)
     sizes = inner.sizes
     rows = TensorSpec(tuple(sizes[x] for x in (*inner.batch, "q")), "float32")
@@ -128,7 +129,7 @@ def spec_of(source):
 
 
 def test_bias_gradient_parts_fill_the_gpu():
-    # Eight tiles are few programs, which share the rounds.
+    # Eight tiles alone would be few programs, so several programs share the rounds of each tile.
     inner, _ = triton_fused.arranged(CASES["shared"].region())
     joint = triton_fused.joint_kernel(inner)
     (bias,) = [x for x in joint.source.outputs if ("part",) in x.dims]
@@ -178,7 +179,7 @@ def test_other_architectures_get_the_plain_kernel():
 def test_rounds_each_balances_work_between_multiprocessors():
     # 64 tiles go twice into 132 multiprocessors.
     assert rounds_each(256, 64, 132) == 128
-    # Nobody waits much longer than if all rounds were divided evenly.
+    # The longest program takes little more time than an even division of all rounds would.
     for rounds, tiles in ((256, 500), (64, 200), (100, 1), (1000, 7), (7, 3)):
         each = rounds_each(rounds, tiles, 132)
         longest = each * -(-tiles * -(-rounds // each) // 132)
@@ -191,7 +192,7 @@ def test_rounds_each_with_private_memory_limits_the_number_of_programs():
             each = rounds_each(rounds, tiles, 132, 528)
             programs = tiles * -(-rounds // each)
             assert 1 <= each <= rounds and programs <= max(tiles, 528)
-            # Half of the GPU at least has something to do, where there is as much.
+            # At least half of the GPU has work, if there is enough of it.
             assert programs >= min(66, tiles * rounds)
     assert rounds_each(512, 404, 132) < rounds_each(512, 404, 132, 528) == 512
 
@@ -219,7 +220,7 @@ def test_kernel_sources_are_generated_once_per_traced_pass(monkeypatch):
     def total(*arrays):
         return function(*arrays).astype("float32").sum()
 
-    # On Hopper and elsewhere the pass has other kernels, and both are traced.
+    # Hopper has other kernels for the pass than other architectures, and both are traced.
     arrays = list(case.inputs().values())
     jax.jit(jax.grad(total, argnums=tuple(range(len(arrays))))).trace(*arrays)
     assert {name for name, *_ in printed} >= {"rows_source", "columns_source", "pairs_source", "resident_backward"}

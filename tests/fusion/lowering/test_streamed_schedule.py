@@ -1,4 +1,4 @@
-"""Whose keys and values stream through shared memory on Hopper, and the kernels by which they do, compiled."""
+"""Tests of which keys and values stream through shared memory on Hopper, and of the compiled kernels."""
 
 import random
 import re

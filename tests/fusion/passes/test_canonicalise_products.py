@@ -1,4 +1,4 @@
-"""Weights beside softmaxes, products of weights and values that are written as something else, single indices."""
+"""Tests of weights added to softmaxes, of products written as other operations, and of axes of size 1."""
 
 import itertools
 
@@ -34,18 +34,18 @@ def beside_identity(query, key, value):
 
 
 def beside_array(query, key, value, array):
-    """array [T, T], as of distances or of edges in molecule attention."""
+    """Add an array [T, T] to weights, such as distances or edges in molecule attention."""
     return (0.5 * weights(query, key) + 0.5 * array[None, None]) @ value
 
 
 def less_uniform(query, key, value):
-    """As shaped attention: the weights of a causal mask alone taken away."""
+    """Subtract the uniform weights of a causal mask, as shaped attention does."""
     seen = jnp.tril(jnp.ones((TOKENS, TOKENS)))
     return (weights(query, key) - (seen / jnp.arange(1.0, TOKENS + 1)[:, None])[None, None]) @ value
 
 
 def beside_relu(query, key, value):
-    """As adaptive sparse transformers."""
+    """Add squared ReLU weights, as adaptive sparse transformers do."""
     return (weights(query, key) + 0.3 * jax.nn.relu(scores(query, key)) ** 2) @ value
 
 
@@ -54,7 +54,7 @@ def beside_number(query, key, value):
 
 
 def gated_sigmoid(query, key, value, gate):
-    """gate [N]: how much of each head is a softmax."""
+    """Mix softmax and sigmoid weights by the share gate [N] of each head."""
     share = jax.nn.sigmoid(gate)[None, :, None, None]
     return (share * weights(query, key) + (1 - share) * jax.nn.sigmoid(scores(query, key))) @ value
 
@@ -64,7 +64,7 @@ def from_zeros(query, key, value):
 
 
 def points_by_sums(query, key, value, x, y):
-    """x, y [B, N, S, points]: coordinates, one sum each, as AlphaFold's code has them."""
+    """Sum coordinates x and y [B, N, S, points] separately, as AlphaFold's code does."""
     mixed = weights(query, key)
     coordinates = [jnp.sum(mixed[..., None] * points[:, :, None], axis=-2) for points in (x, y)]
     return jnp.concatenate([mixed @ value, *coordinates], axis=-1)
@@ -76,7 +76,7 @@ def sum_of_moved_axes(query, key, value):
 
 
 def mean_of_heads(query, key, value):
-    """As interpretable attention: one head of values."""
+    """Average weights over heads for one head of values, as interpretable attention does."""
     return weights(query, key).mean(1) @ value[:, 0]
 
 
@@ -85,29 +85,29 @@ def heads_by_einsum(query, key, value):
 
 
 def weighted_heads(query, key, value, gate):
-    """gate [N]."""
+    """Sum weights over heads with factors gate [N]."""
     return 2.0 * jnp.einsum("bhij,h->bij", weights(query, key), gate) @ value[:, 0]
 
 
 def heads_of_each_query(query, key, value, gate):
-    """gate [B, N, T]."""
+    """Sum weights over heads with factors gate [B, N, T]."""
     return jnp.einsum("bjd,bij->bdi", value[:, 0], jnp.einsum("bhij,bhi->bij", weights(query, key), gate))
 
 
 def mixture_of_softmaxes(query, key, value, gate):
-    """gate [B, T, 2, 2]: two softmaxes for each of two heads."""
+    """Mix two softmaxes for each of two heads by gate [B, T, 2, 2]."""
     pairs = weights(query, key).reshape(BATCH, 2, 2, TOKENS, TOKENS)
     mixed = jnp.einsum("bmhij,bimh->bmij", pairs, jax.nn.softmax(gate, axis=-1))
     return jnp.einsum("bmij,bmjd->bmid", mixed, value[:, :2])
 
 
 def head_mask(query, key, value, mask):
-    """mask [N], as Flax's BERT of Hugging Face has it."""
+    """Multiply weights by a mask [N] of heads, as Hugging Face's Flax BERT does."""
     return jnp.einsum("...hqk,h->...hqk", weights(query, key), mask) @ value
 
 
 def nothing_in_front(query, key, value):
-    """One more key of score 0, by a pad."""
+    """Pad scores by one more key of score 0."""
     return jax.nn.softmax(jnp.pad(scores(query, key), ((0, 0),) * 3 + ((1, 0),)), axis=-1)[..., 1:] @ value
 
 
@@ -116,7 +116,7 @@ def nothing_behind(query, key, value):
 
 
 def differences(query, key, value, points, slopes):
-    """points [B, T, 2], slopes [N]: each coordinate of the differences has a term of its own."""
+    """Subtract a term for each coordinate of differences of points [B, T, 2], one of them with slopes [N]."""
     away = points[:, :, None] - points[:, None]
     terms = jnp.abs(away[..., 0])[:, None] * slopes[None, :, None, None] + jax.nn.softplus(away)[:, None, ..., 1]
     return jax.nn.softmax(scores(query, key) - terms, axis=-1) @ value
@@ -152,7 +152,7 @@ OPERAND = (BATCH, HEADS, TOKENS, WIDTH)
 
 
 def pairs_outside(function, given):
-    """Primitives that are computed outside of regions, of what has an axis of queries and one of keys."""
+    """Return the primitives outside of regions whose results have both queries and keys."""
     program = trace(function, given, {})
     needed = program.needed()
     made = [x for x in program.jaxpr.jaxpr.eqns if x.outvars[0] in needed and x.outvars[0] not in program.regions]
@@ -184,7 +184,7 @@ def test_canonicalised_products_in_bfloat16_are_accurate(name):
 @pytest.mark.parametrize("lead", [(1,), (1, 1), (3, 1)])
 @pytest.mark.parametrize("change", [jax.nn.sigmoid, jnp.tril], ids=["sigmoid", "tril"])
 def test_batch_axes_of_size_one_match_the_reference(change, lead, implementation):
-    """`jnp.matmul` leaves axes of one index out of its products."""
+    """`jnp.matmul` leaves batch axes of size 1 out of its products."""
     given = arrays(*[(*lead, TOKENS, WIDTH)] * 3)
 
     def function(query, key, value):
@@ -194,29 +194,29 @@ def test_batch_axes_of_size_one_match_the_reference(change, lead, implementation
 
 
 def one_query_by_sums(query, key, value):
-    """query [B, N, H], key and value [B, S, N, H]: as recommenders attend to what was read before."""
+    """Attend from query [B, N, H] to key and value [B, S, N, H] by sums, as recommenders do."""
     weights = jax.nn.softmax(jnp.sum(query[:, None] * key, -1) / 4, axis=1)
     return jnp.sum(weights[..., None] * value, axis=1)
 
 
 def pooled_by_sums(values, query, _):
-    """values [B, S, H], query [H]."""
+    """Pool values [B, S, H] with query [H] by sums."""
     weights = jax.nn.softmax(jnp.tanh(values @ query), axis=1)
     return jnp.sum(weights[..., None] * values, axis=1)
 
 
 def places(query, key, value):
-    """query, key [B, T, H], value [B, T]: what is expected of one number of each key."""
+    """Return the expectation of one number per key, value [B, T], for query and key [B, T, H]."""
     return jnp.sum(weights(query, key) * value[:, None, :], -1)
 
 
 def scores_by_sums(query, key, value):
-    """query, key, value [B, T, H]."""
+    """Return attention of operands [B, T, H] with scores written as sums."""
     return jax.nn.softmax(jnp.sum(query[:, :, None] * key[:, None], -1) / 4, axis=-1) @ value
 
 
 def scores_by_sums_beside_a_sink(query, key, value, sink):
-    """query, key, value [B, T, H], sink [B]."""
+    """Return attention of operands [B, T, H] with scores written as sums, next to a sink [B]."""
     scores = jnp.sum(query[:, :, None] * key[:, None], -1) / 4
     scores = jnp.concatenate([scores, jnp.broadcast_to(sink[:, None, None], (BATCH, TOKENS, 1))], axis=-1)
     return jax.nn.softmax(scores, axis=-1)[..., :-1] @ value
@@ -247,7 +247,7 @@ def test_queries_without_an_axis_and_scores_by_sums_match_the_reference(name, im
 
 
 def test_sums_of_weights_without_values_stay_outside_the_region():
-    """Numbers of each query and key are not values: as written, beside the kernel."""
+    """Numbers of each query and key are not values, so their sum is computed as written."""
 
     def function(query, key, value):
         mixed = weights(query, key)
@@ -260,7 +260,7 @@ def test_sums_of_weights_without_values_stay_outside_the_region():
 
 
 def test_features_of_additive_scores_stay_in_tiles():
-    """As graph attention has them: no product of an array that has queries, keys and features."""
+    """Additive scores, as in graph attention, need no array of queries by keys by features."""
 
     def function(query, key, value, out):
         hidden = jax.nn.leaky_relu(query[:, :, None] + key[:, None], 0.2)
@@ -284,7 +284,7 @@ def masked_again(query, key, value):
 
 
 def averaged_heads(query, key, value):
-    """With a term that has no heads."""
+    """Average weights over heads, with a term that has no heads."""
     return (weights(query, key) + 1e-6).mean(1) @ value[:, 0]
 
 
@@ -307,7 +307,7 @@ def test_divided_or_averaged_weights_with_axes_of_size_one_match_the_reference(f
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_elementwise_factors_inside_an_einsum_match_the_reference(implementation):
-    """A product that sums over nothing, of weights or scores and an array with the same axes."""
+    """The einsum multiplies weights or scores elementwise by an array with the same axes."""
 
     def gated(query, key, value, gate):
         mixed = jax.nn.softmax(jnp.einsum("bqnh,bknh->bnqk", query, key), axis=-1)

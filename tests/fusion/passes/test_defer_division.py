@@ -1,4 +1,4 @@
-"""Weights that are divided by a sum of weights, and are no softmax."""
+"""Tests of weights that are divided by a sum of weights but are not a softmax."""
 
 import functools
 
@@ -30,7 +30,7 @@ def scores_of(query, key):
 
 
 def normalised_again(query, key, value, mask):
-    """A softmax is masked afterwards, and normalised."""
+    """Mask a softmax afterwards, and normalise it again."""
     weights = jax.nn.softmax(scores_of(query, key), axis=-1) * mask
     weights = weights / (weights.sum(-1, keepdims=True) + 1e-6)
     return jnp.einsum("bnts,bnsd->bntd", weights, value)
@@ -50,7 +50,7 @@ def cosine_weights(query, key, value):
 
 
 def retention(query, key, value):
-    """Sun et al. (2023): the decay is normalised, and what it weighs."""
+    """Sun et al. (2023): both the decay and the weights are normalised."""
     rates = jnp.asarray(1 - 2.0 ** (-3 - np.arange(HEADS)), query.dtype)
     decay = jnp.where(CAUSAL, rates[None, :, None, None] ** np.maximum(DISTANCE, 0).astype(np.float32), 0.0)
     decay = decay / jnp.sqrt(decay.sum(-1, keepdims=True))
@@ -60,7 +60,7 @@ def retention(query, key, value):
 
 
 def mlstm(query, key, value, gates):
-    """Beck et al. (2024): input and forget gates [2, B, N, T] in logarithms, largest ones taken away."""
+    """Beck et al. (2024): forget and input gates [2, B, N, T] are added as logarithms, less their maximum."""
     forgotten = jnp.cumsum(jax.nn.log_sigmoid(gates[0]), axis=-1)
     decay = jnp.where(CAUSAL, forgotten[..., :, None] - forgotten[..., None, :] + gates[1][..., None, :], -jnp.inf)
     largest = decay.max(axis=-1, keepdims=True)
@@ -79,7 +79,7 @@ def gated_positions(query, key, value, gate, positions):
 
 
 def squared_relu(query, key, value):
-    """Tokens before heads, weights in their dtype, times the reciprocal of a mean."""
+    """Multiply squared ReLU weights by the reciprocal of their mean, with tokens before heads."""
     query, key, value = (jnp.moveaxis(x, 1, 2) for x in (query, key, value))
     weights = jnp.square(jax.nn.relu(jnp.einsum("btnd,bsnd->bnts", query, key) / WIDTH))
     scale = 1 / (weights.mean(-1) + 0.01)
@@ -88,7 +88,7 @@ def squared_relu(query, key, value):
 
 
 def unit_length(query, key, value):
-    """Sigmoids, divided by the root of the sum of their squares, and masked after that."""
+    """Divide sigmoids by the root of the sum of their squares, then mask them."""
     weights = jax.nn.sigmoid(scores_of(query, key))
     weights = jnp.where(CAUSAL, weights / jnp.sqrt(jnp.sum(weights**2, axis=-1, keepdims=True)), 0)
     return weights @ value
@@ -102,7 +102,7 @@ def divided_twice(query, key, value):
 
 
 def grouped(query, key, value):
-    """One key and value for all heads; the sum is a result, too, and has no gradient."""
+    """Share one key and value between all heads; the sum is also a result, without a gradient."""
     weights = jnp.where(CAUSAL, jnp.exp(jnp.tanh(jnp.einsum("bntd,bsd->bnts", query, key[:, 0]))) - 0.3, 0)
     total = jax.lax.stop_gradient(weights.sum(-1))
     output = jnp.einsum("bnts,bsd->bntd", weights / total[..., None], value[:, 0])
@@ -110,13 +110,13 @@ def grouped(query, key, value):
 
 
 def divided_afterwards(query, key, value):
-    """The result is divided, which needs the sum of the same weights."""
+    """Divide the output by the sum of the same weights."""
     weights = jnp.tril(jax.nn.softplus(scores_of(query, key) - 6))
     return weights @ value / jnp.maximum(weights.sum(-1), 1e-9)[..., None]
 
 
 def chosen(query, key, value):
-    """A guard around a quotient with a guard, and a divisor that is a function with a derivative of its own."""
+    """Guard a quotient with a guarded divisor, then divide by a function with a custom derivative."""
     before = jnp.where(CAUSAL & (DISTANCE > 0), jax.nn.relu(scores_of(query, key)), 0.0)
     total = before.sum(-1, keepdims=True)
     weights = jnp.where(total > 0, before / jnp.where(total > 0, total, 1.0), 0.0)
@@ -125,7 +125,7 @@ def chosen(query, key, value):
 
 
 def standing(query, key, value):
-    """No gradient of the quotient, and none of one sum of two."""
+    """Stop the gradient of one quotient, and of one of two sums in another."""
     weights = jax.nn.sigmoid(scores_of(query, key))
     first = jax.lax.stop_gradient(weights / weights.sum(-1, keepdims=True)) @ value
     second = weights / (weights.sum(-1, keepdims=True) + jax.lax.stop_gradient(jnp.square(weights).sum(-1))[..., None])
@@ -133,7 +133,7 @@ def standing(query, key, value):
 
 
 def turned(query, key, value):
-    """Angles of an outer product that is summed over nothing, before a quotient."""
+    """Use angles of outer products, which contract no axis, before a quotient."""
     angles = jnp.einsum("t,d->td", jnp.arange(TOKENS, dtype=query.dtype), 2.0 ** -jnp.arange(WIDTH, dtype=query.dtype))
     query, key = (x * jnp.cos(angles)[None, None] for x in (query, key))
     return normalised_again(
@@ -185,7 +185,7 @@ def test_deferred_division_in_half_precision_is_accurate(function, implementatio
 @pytest.mark.parametrize("function", CASES)
 def test_unnormalised_scores_are_computed_in_tiles(function):
     found = explain(function)(*arrays(function))
-    # Where a sum is of other weights than those of the product, it is a region of its own.
+    # A sum of other weights than those of the product is a region of its own.
     sums = {unit_length: 2, divided_twice: 3, gated_positions: 2, chosen: 2, standing: 3}
     assert len(found.regions) == sums.get(function, 1)
     assert found.outside.get("dot_general", 0) == (1 if function is turned else 0), found.outside
@@ -254,7 +254,7 @@ def test_softmax_by_hand_stays_a_softmax():
 
 
 def test_norms_and_projections_of_layers_are_not_rewritten(monkeypatch):
-    """Trying takes about a second each, and a model has many."""
+    """Each attempt takes about a second, and a model has many norms and projections."""
 
     def norm(x):
         return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
@@ -304,7 +304,7 @@ def by_queries(query, key, value):
 
 
 def rounded(query, key, value):
-    """Weights of whole numbers are not linear in what they are made of."""
+    """Convert weights to integers, which is not linear."""
     weights = jax.nn.sigmoid(scores_of(query, key))
     weights = (255 * weights / weights.sum(-1, keepdims=True)).astype(jnp.int32)
     return weights.astype(value.dtype) @ value

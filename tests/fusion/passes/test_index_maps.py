@@ -1,4 +1,4 @@
-"""Masks and biases that are cut, joined, padded, tiled, turned round, or read at given places."""
+"""Tests of masks and biases behind index maps, such as slices, concatenations and gathers."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def causal(queries, keys):
 
 
 def set_before(start, size):
-    """Some keys are seen by all."""
+    """Return a causal mask in which all queries also see `size` keys from `start`."""
     return causal(TOKENS, TOKENS).at[:, start : start + size].set(True)
 
 
@@ -34,7 +34,7 @@ def several(axis):
     return jnp.stack([causal(TOKENS, LONGEST), jnp.ones((TOKENS, LONGEST), bool)], axis)
 
 
-# Masks [T, S], or with batch axes, of no argument.
+# Masks [T, S], or with batch axes, that depend on no argument.
 MASKS = {
     "corner of a longer one": lambda: causal(LONGEST, LONGEST)[:TOKENS, :TOKENS],
     "corner of NumPy's": lambda: jnp.asarray(np.tril(np.ones((LONGEST, LONGEST), bool)))[None, None, :TOKENS, :TOKENS],
@@ -82,12 +82,12 @@ def masked(make):
 
 
 def at_offset(offset):
-    """offset []: tokens before the first query."""
+    """Return the causal mask of queries after `offset` other tokens."""
     return jax.lax.dynamic_slice(causal(LONGEST, LONGEST), (offset, 0), (TOKENS, TOKENS))
 
 
 def at_positions(positions):
-    """positions [T]."""
+    """Return the rows of a causal mask at positions [T]."""
     return causal(LONGEST, TOKENS)[positions]
 
 
@@ -96,13 +96,13 @@ def taken(positions):
 
 
 def of_segments(segments):
-    """segments [B, longest]."""
+    """Return a causal mask within segments [B, LONGEST]."""
     same = (segments[:, :, None] == segments[:, None, :])[:, None]
     return same[..., :TOKENS, :TOKENS] & causal(LONGEST, LONGEST)[None, None, :TOKENS, :TOKENS]
 
 
 def after_prefix(lengths):
-    """lengths [B]: of the keys after the first nine, which are seen by all."""
+    """Return a causal mask with lengths [B] of the keys after the first nine."""
     seen = jnp.arange(TOKENS - 9)[None, :] < lengths[:, None]
     return (
         jnp.concatenate([jnp.ones((BATCH, 9), bool), seen], axis=1)[:, None, None, :]
@@ -121,7 +121,7 @@ GIVEN = {
 
 
 def pairs_of(function, given):
-    """Arrays of queries by keys that regions read."""
+    """Return the arrays of queries by keys that regions read."""
     regions = [region for found in trace(function, given, {}).regions.values() for region in found]
     assert regions
     return [leaf for region in regions for leaf in region.leaves if leaf.role == "score"]
@@ -159,7 +159,7 @@ def test_traced_mask_kernels_match_the_reference(name):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_sliced_bias_of_slopes_has_its_gradient(implementation):
-    """A bias for the longest sequence, cut to this one."""
+    """A bias for the longest sequence is sliced to this one."""
 
     def function(query, key, value, slopes):
         places = jnp.arange(LONGEST, dtype=query.dtype)
@@ -172,7 +172,7 @@ def test_sliced_bias_of_slopes_has_its_gradient(implementation):
 
 
 def test_sliced_additive_mask_skips_tiles():
-    """Additive numbers as well, which would be an array that is not looked at."""
+    """An additive mask also becomes a function of positions; as an array it would not be inspected."""
     x = jax.ShapeDtypeStruct((1, 1, 512, WIDTH), jnp.float32)
 
     def function(query, key, value):
@@ -185,7 +185,7 @@ def test_sliced_additive_mask_skips_tiles():
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_bias_arrays_of_pairs_are_read_as_they_are(axis):
-    """What the user has made for each query and key is read as it is."""
+    """An array that the user gives for each query and key is read in full."""
 
     def function(query, key, value, bias):
         whole = jnp.concatenate([bias, jnp.zeros_like(bias)], axis)
@@ -198,7 +198,7 @@ def test_bias_arrays_of_pairs_are_read_as_they_are(axis):
 
 
 def test_scatter_at_traced_indices_is_not_rewritten():
-    """A scatter of more than one window has no place for each element."""
+    """A scatter of more than one window has no index map for its elements."""
     each = jnp.arange(TOKENS)
     function = masked(lambda places: causal(TOKENS, TOKENS).at[each, places].set(True))
     given = [*arrays(OPERAND, OPERAND, OPERAND), (each + 1) % TOKENS]
@@ -215,7 +215,7 @@ def test_scatter_on_a_known_diagonal_is_not_an_array():
 
 
 def test_explain_of_abstract_mask_arguments_skips_nothing():
-    """Nothing is computed of them, and which tiles are left out is not known."""
+    """Abstract arguments have no values, so it is not known which tiles are dead."""
     x, number = jax.ShapeDtypeStruct(OPERAND, jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     segments = jax.ShapeDtypeStruct((BATCH, LONGEST), jnp.int32)
     for make, argument in ((at_offset, number), (of_segments, segments)):
@@ -234,7 +234,7 @@ def test_explain_of_abstract_mask_arguments_skips_nothing():
     ids=["pad", "concatenate", "update"],
 )
 def test_padded_bias_elements_do_not_contribute_to_gradients(make, implementation):
-    """The logarithm has no derivative before the first place."""
+    """The logarithm has no derivative before the first position."""
 
     def function(query, key, value, slope):
         bias = slope * jnp.log(1.0 + jnp.arange(TOKENS)[:, None] + jnp.arange(TOKENS - 8)[None, :])
@@ -250,7 +250,7 @@ def test_padded_bias_elements_do_not_contribute_to_gradients(make, implementatio
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_positions_that_overflow_their_dtype_wrap_around(dtype, implementation):
-    """More than their dtype can count."""
+    """There are more positions than their dtype can count."""
     places = 300
 
     def function(query, key, value):
@@ -265,7 +265,7 @@ def test_positions_that_overflow_their_dtype_wrap_around(dtype, implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_vmapped_mask_offsets_match_the_reference(implementation):
-    """A slice that is mapped begins elsewhere for each index."""
+    """A mapped slice has another offset for each index."""
 
     def one(query, key, value, offset):
         mask = jax.lax.dynamic_slice(causal(LONGEST, TOKENS), (offset, 0), (TOKENS, TOKENS))
@@ -289,7 +289,7 @@ CUT = {
 
 @pytest.mark.parametrize(("name", "implementation"), alternated(CUT))
 def test_sliced_distance_tables_stay_distance_leaves(name, implementation):
-    """A bias that a table has for each distance, cut after it was read, as a step of decoding does."""
+    """A bias that is read from a table by distance is sliced afterwards, as in a decoding step."""
 
     def function(query, key, value, table):
         places = jnp.arange(TOKENS)

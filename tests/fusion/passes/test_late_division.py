@@ -1,4 +1,4 @@
-"""Softmaxes by hand that are divided after the product, and guards of those whose exponentials are masked."""
+"""Tests of softmaxes by hand that are divided after the product, and of guards for masked exponentials."""
 
 import itertools
 
@@ -33,10 +33,10 @@ def operands(lead=(3,), count=3):
 
 
 def by_hand(powers, guard, hidden, is_late):
-    """Attention with a softmax of masked scores.
+    """Return attention with a softmax of masked scores.
 
     Args:
-        powers: what the exponentials are, of POWERS.
+        powers: the kind of exponentials, one of POWERS.
         hidden: the score of keys that are not seen.
     """
 
@@ -73,7 +73,7 @@ def test_guarded_softmax_kernels_match_the_reference(powers):
 
 
 def grouped(order):
-    """Heads of groups become one axis before they are divided, as MaxText has them; `order`: of the sums' axes."""
+    """Merge groups and their heads before the division, as MaxText does; `order` permutes the axes of the sums."""
 
     def attention(query, key, value):
         scores = jnp.einsum("btkgd,bskd->bkgts", query, key)
@@ -142,7 +142,7 @@ def a_sink_of_another_base(query, key, value):
 
 
 def less_than_what_is_seen(query, key, value):
-    """The largest score may be one of a key whose weight is 0: then the sum is smaller than what guards it."""
+    """The largest score may belong to a masked key, so that the sum is smaller than its guard."""
     scores = 40 * query @ key.mT
     power = jnp.where(SEEN, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     return (power @ value) / (power.sum(-1, keepdims=True) + 1e-7)
@@ -155,7 +155,7 @@ def others_seen(query, key, value):
 
 
 def seen_the_other_way(query, key, value):
-    """The mask of the exponentials is that of the scores with its axes changed."""
+    """Mask the exponentials by the transpose of the scores' mask."""
     seen = jnp.asarray(SEEN)
     scores = jnp.where(seen.mT, 40 * query @ key.mT, -1e30)
     power = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
@@ -163,7 +163,7 @@ def seen_the_other_way(query, key, value):
 
 
 def sum_of_what_is_seen(query, key, value):
-    """Weights of keys that are not seen are not in the sum."""
+    """Leave the weights of hidden keys out of the sum."""
     scores = query @ key.mT / 4
     power = jnp.exp(scores - scores.max(-1, keepdims=True))
     return (power @ value) / jnp.where(SEEN, power, 0.0).sum(-1, keepdims=True)
@@ -224,7 +224,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("change", "is_late", "implementation"), alternated(itertools.product(CHANGES, [False, True])))
 def test_powers_changed_before_the_division_match_the_reference(change, is_late, implementation):
-    """The sum is that of the exponentials before, as where weights are dropped."""
+    """The sum is that of the unchanged exponentials, as with dropout of weights."""
 
     def attention(query, key, value):
         scores = query @ key.mT / 4
@@ -248,7 +248,7 @@ def test_powers_dropped_before_the_division_keep_the_mean():
 
 
 def in_turn(query, key, value, sink):
-    """Exponentials as kernels have them: log2(e) in the exponent, a sink, and the reciprocal of the sum."""
+    """Compute exponentials as kernels do, with log2(e) in the exponent, a sink and the reciprocal of the sum."""
     scores = query @ key.mT / 4
     largest = jnp.maximum(scores.max(-1, keepdims=True), sink)
     power = jnp.exp2((scores - largest) * 1.4426950408889634)
@@ -282,7 +282,7 @@ def test_sink_with_another_scale_raises_not_fusible():
 
 @pytest.mark.parametrize("number", [-0.5, 0.0, 0.5])
 def test_constant_added_to_the_sum_matches_the_reference(number):
-    """It is the exponential of a logit, unless it is negative."""
+    """The constant is the exponential of a logit, unless it is negative."""
 
     def attention(query, key, value):
         power = jnp.exp(query @ key.mT / 4)
@@ -292,7 +292,7 @@ def test_constant_added_to_the_sum_matches_the_reference(number):
 
 
 def test_bfloat16_exponents_outside_attention_are_not_rewritten():
-    """Of 16 bits, a difference that is taken after the factor would be rounded more."""
+    """In bfloat16, a difference that is taken after the factor would be rounded more."""
 
     def function(query, key, value):
         weights = jnp.exp((value - value.max(-1, keepdims=True)) * 3)

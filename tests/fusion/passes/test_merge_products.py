@@ -1,4 +1,4 @@
-"""`fuse` of several products with the same weights: one region, of values side by side."""
+"""Tests that several products with the same weights become one region of concatenated values."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ BATCH, QUERIES, KEYS, HEADS, FEATURES, VALUES, POINTS = 2, 19, 37, 2, 8, 6, 3
 
 @functools.cache
 def operands(dtype: str = "float32") -> tuple[jax.Array, ...]:
-    """A query, a key, values, points and a gate."""
+    """Return a query, a key, values, points and a gate."""
     generator = np.random.default_rng(0)
     shapes = [
         (BATCH, QUERIES, HEADS, FEATURES), (BATCH, KEYS, HEADS, FEATURES), (BATCH, KEYS, HEADS, VALUES),
@@ -35,14 +35,14 @@ def weights_of(query, key):
 
 
 def two(query, key, value, points, gate):
-    """The first result is used before the second one's values are there; axes lie in other orders."""
+    """Use the first result before the second product's values exist, with axes in different orders."""
     weights = weights_of(query, key)
     outputs = jnp.einsum("bnts,bsnv->btnv", weights, value) * jax.nn.sigmoid(gate)
     return outputs.reshape(BATCH, QUERIES, -1), jnp.einsum("npbsx,bnts->xtbnp", jnp.sin(points), weights)
 
 
 def three(query, key, value, points, gate):
-    """One of vectors, and one on whose result nothing but the sum depends."""
+    """Return three products, one of which has one number per key and head as its value."""
     weights = weights_of(query, key).swapaxes(2, 3)
     outputs = jnp.einsum("bnst,bsnv->nbtv", weights, value)
     sums = jnp.einsum("bnst,bsn->bnt", weights, value[..., 0] + value[..., 1])
@@ -50,7 +50,7 @@ def three(query, key, value, points, gate):
 
 
 def twice(query, key, value, points, gate):
-    """The softmax is written twice, once with an axis more."""
+    """Compute the softmax anew for each product."""
     first = jnp.einsum("bnts,bsnv->btnv", weights_of(query, key), value)
     return first * gate, jnp.einsum("bnts,npbsx->btnpx", weights_of(query, key), points)
 
@@ -68,7 +68,7 @@ def masked_sigmoid(query, key, value, points, gate):
 
 
 def whole_layer(query, key, value, points, gate):
-    """Two pairs of products, each of which depends on the other pair: only one of them can be joined."""
+    """Compute two pairs of products that depend on each other, so that only one pair can be merged."""
     weights, others = weights_of(query, key), weights_of(query * 2, key + 1)
     first = jnp.einsum("bnts,bsnv->btnv", weights, value)
     second = jnp.einsum("bnts,bsnv->btnv", others, value + first.mean(1)[:, None])
@@ -76,12 +76,12 @@ def whole_layer(query, key, value, points, gate):
     return first * gate, third, jnp.einsum("bnts,npbsx->btnpx", others, points)
 
 
-# How many regions there are: a combination of two softmaxes has two.
+# The number of regions; a combination of two softmaxes has two.
 JOINED = {two: 1, three: 1, twice: 1, differential: 2, masked_sigmoid: 1, whole_layer: 3}
 
 
 def chained(query, key, value, points, gate):
-    """Values from another product's result."""
+    """Make values from another product's result."""
     weights = weights_of(query, key)
     outputs = jnp.einsum("bnts,bsnv->btnv", weights, value)
     return outputs * gate, jnp.einsum("bnts,bsnv->btnv", weights, value + outputs.sum(1)[:, None])
@@ -130,7 +130,7 @@ def regions_of(function: Callable[..., Any], *arguments: Any) -> list[Any]:
 
 
 def results(function: Callable[..., Any], arguments: Any, cotangents: Any) -> Any:
-    """Results, and the gradients of all operands."""
+    """Return results and the gradients of all operands."""
 
     @compiled_quickly
     def compute(arguments: Any, cotangents: Any) -> Any:
@@ -149,7 +149,7 @@ def cotangents_of(function: Callable[..., Any]) -> Any:
 
 @functools.cache
 def exact(function: Callable[..., Any]) -> Any:
-    """In float64."""
+    """Return results and gradients in float64."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (operands(), cotangents_of(function)))
         return jax.tree.map(np.asarray, results(function, *wide))
@@ -196,7 +196,7 @@ def test_merged_products_in_bfloat16_keep_their_dtypes(implementation):
 
     arguments = operands("bfloat16")
     (region,) = regions_of(attention, *arguments)
-    # Rows of 16 bytes.
+    # Rows are padded to a multiple of 16 bytes.
     assert region.value.shape[-1] == 16 and region.value.dtype == jnp.bfloat16
     outputs, pull = jax.vjp(fuse(attention, implementation=implementation), *arguments)
     assert [x.dtype for x in outputs] == [jnp.bfloat16, jnp.float32]
@@ -275,7 +275,7 @@ def test_explain_of_merged_products_shows_one_region():
 
 
 def test_products_with_sharded_values_match_the_reference():
-    """Axes that are sharded over explicit axes of a mesh cannot be made one."""
+    """Axes that are sharded over explicit mesh axes cannot be merged."""
 
     def attention(query, key, value, gate):
         weights = weights_of(query, key)

@@ -1,4 +1,4 @@
-"""Softmaxes over keys of several sources, whose scores are joined."""
+"""Tests of softmaxes over keys of several sources, whose scores are concatenated."""
 
 import functools
 
@@ -27,7 +27,7 @@ def causal(scores):
 
 
 def sliced(query, key, value, memory_key, memory_value):
-    """As a memory that is searched, with a scale of its own."""
+    """Attend to a memory with a scale of its own, and slice the weights."""
     scores = jnp.concatenate([2 * query @ memory_key.mT, causal(query @ key.mT)], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)
     return weights[..., :MEMORIES] @ memory_value + weights[..., MEMORIES:] @ value
@@ -40,7 +40,7 @@ def joined_values(query, key, value, memory_key, memory_value):
 
 
 def with_sink(query, key, value, memory_key, memory_value, sink):
-    """sink [N]: a further logit without a value."""
+    """Add a sink [N], a further logit without a value."""
     last = jnp.broadcast_to(sink[None, :, None, None], (BATCH, HEADS, TOKENS, 1))
     scores = jnp.concatenate([query @ memory_key.mT, query @ key.mT, last], axis=-1)
     first, second, _ = jnp.split(jax.nn.softmax(scores, axis=-1), [MEMORIES, MEMORIES + TOKENS], axis=-1)
@@ -48,7 +48,7 @@ def with_sink(query, key, value, memory_key, memory_value, sink):
 
 
 def with_null(query, key, value, memory_key, memory_value, null_key, null_value):
-    """null_key [H], null_value [H]: one more key; and a mask over all."""
+    """Add one more key, null_key [H] with null_value [H], and mask all sources together."""
     first = jnp.einsum("bhtd,d->bht", query, null_key)[..., None]
     scores = jnp.concatenate([first, query @ memory_key.mT, query @ key.mT], axis=-1) / 4
     scores = jnp.where(jnp.arange(scores.shape[-1])[None, None, None, :] < 40, scores, -1e9)
@@ -57,7 +57,7 @@ def with_null(query, key, value, memory_key, memory_value, null_key, null_value)
 
 
 def masked_together(query, key, value, memory_key, memory_value):
-    """A causal mask for the tokens after the memory; and weights are cast."""
+    """Apply a causal mask to the tokens after the memory, and cast the weights."""
     scores = jnp.concatenate([query @ memory_key.mT, query @ key.mT], axis=-1) / 4
     mask = jnp.arange(MEMORIES + TOKENS)[None, :] <= jnp.arange(TOKENS)[:, None] + MEMORIES
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(query.dtype)
@@ -72,7 +72,7 @@ def by_hand(query, key, value, memory_key, memory_value):
 
 
 def joined_again(query, key, value, memory_key, memory_value, sink):
-    """As a function that adds a sink [N] to whatever scores it is given."""
+    """Concatenate a sink [N] with scores that are already concatenated."""
     scores = jnp.concatenate([query @ memory_key.mT, query @ key.mT], axis=-1)
     first = jnp.broadcast_to(sink[:, None, None], (BATCH, HEADS, TOKENS, 1))
     weights = jax.nn.softmax(jnp.concatenate([first, scores], axis=-1), axis=-1)[..., 1:]
@@ -116,7 +116,7 @@ def test_scores_are_not_in_memory(name):
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_source_of_one_key_matches_the_reference(is_first, implementation):
-    """As a learned key of nothing has it, with a value of its own."""
+    """The source is a learned null key with a value of its own."""
 
     def function(query, key, value, null_key, null_value):
         order = slice(None, None, -1 if is_first else 1)
@@ -136,7 +136,7 @@ def test_merged_sources_in_bfloat16_are_accurate(name):
 
 
 def test_rows_masked_in_a_source_match_the_reference():
-    """Rows that see nothing of one source have the other one's result, rows that see nothing at all 0."""
+    """Rows that see nothing of one source have the other source's result; rows that see no key are 0."""
 
     def function(query, key, value, memory_key, memory_value, seen, has_memory):
         before = jnp.where(has_memory[:, None, None, None], query @ memory_key.mT, -jnp.inf)
@@ -169,7 +169,7 @@ def test_softmax_over_sources_used_elsewhere_raises_not_fusible():
     "spread", [lambda total: total, lambda total: total[None, :]], ids=["keepdims forgotten", "along queries"]
 )
 def test_division_by_sums_of_other_rows_raises_not_fusible(spread):
-    """As many queries as keys: each power over the sum of another row."""
+    """With as many queries as keys, each exponential may be divided by the sum of another row."""
 
     def function(query, first, second, value):
         scores = jnp.concatenate([query @ first.T, query @ second.T], -1)
@@ -200,7 +200,7 @@ def test_division_by_changed_sums_raises_not_fusible(name):
 
 
 def test_guarded_maximum_of_joined_scores_matches_the_reference():
-    """And may differ between keys: then it is a part of the scores."""
+    """The guard may differ between keys; the maximum is then a part of the scores."""
     mask = np.random.default_rng(1).random((12, 12)) > 0.5
 
     def function(query, first, second, value, is_guard):

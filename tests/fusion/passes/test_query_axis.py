@@ -1,4 +1,4 @@
-"""One query without an axis, as decoding and attention pooling are often written."""
+"""Tests of one query without an axis, as decoding and attention pooling are often written."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def decode_of_a_cache(query, key, value):
 
 
 def pool(tokens, weight):
-    """tokens [B, S, H], weight [H]."""
+    """Pool tokens [B, S, H] by their products with weight [H]."""
     return jnp.einsum("bs,bsh->bh", jax.nn.softmax(tokens @ weight, axis=-1), tokens)
 
 
@@ -47,20 +47,20 @@ def pool_one_sequence(tokens, weight):
 
 
 def pool_twice(tokens, weight):
-    """Words of sentences, then sentences."""
+    """Pool the words of sentences, then the sentences."""
     words = tokens.reshape(BATCH, TOKENS, 4, WIDTH // 4)
     sentences = jnp.einsum("bsw,bswh->bsh", jax.nn.softmax(words @ weight[:4], axis=-1), words)
     return jnp.einsum("bs,bsh->bh", jax.nn.softmax(sentences @ weight[4:8], axis=-1), sentences)
 
 
 def align(hidden, tokens, weight):
-    """As translation had it before transformers; hidden [B, H], weight [H, H]."""
+    """Attend from hidden [B, H] with weight [H, H], as in translation before transformers."""
     scores = jnp.einsum("bh,bsh->bs", hidden @ weight, tokens)
     return jnp.concatenate([jnp.einsum("bs,bsh->bh", jax.nn.softmax(scores), tokens), hidden], axis=-1)
 
 
 def with_weights(query, key, value):
-    """Weights are a result, too."""
+    """Use the weights outside their product with values, too."""
     weights = jax.nn.softmax(jnp.einsum("bnh,bsnh->bns", query, key) / 4, axis=-1)
     return jnp.einsum("bns,bsnh->bnh", weights, value) + weights.max(axis=-1, keepdims=True)
 

@@ -1,4 +1,4 @@
-"""Dropout of attention weights inside `fuse`: random bits made in tiles, the same ones wherever they are needed."""
+"""Tests of dropout inside `fuse`: random bits are made in tiles and agree wherever they are needed."""
 
 import functools
 import importlib.util
@@ -93,11 +93,11 @@ EACH = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: funct
 
 
 def mask_of(function, rng, implementation="xla") -> np.ndarray:
-    """Which weights stay [batch, heads, queries, keys]: equal scores, and values that show where a weight went."""
+    """Return the mask of kept weights [batch, heads, queries, keys], which equal scores and identity values reveal."""
     query, key, _ = operands()
     value = jnp.broadcast_to(jnp.eye(KEYS)[None, :, None], (BATCH, KEYS, HEADS, KEYS))
     output = jax.jit(fuse(function, implementation=implementation))(query * 0, key, value, rng)
-    # Every row has the same weight everywhere, but for rounding.
+    # All weights are equal, except for rounding.
     share = np.asarray(output) * KEYS * (1 - RATE)
     assert np.all(np.isclose(share, 0) | np.isclose(share, 1, rtol=1e-5))
     return share.transpose(0, 2, 1, 3) > 0.5
@@ -110,7 +110,7 @@ def test_both_implementations_draw_the_same_bits(function):
     mask = mask_of(function, rng, "xla")
     np.testing.assert_array_equal(mask, mask_of(function, rng, "triton"))
     deviation = np.sqrt(RATE * (1 - RATE) / (QUERIES * KEYS))
-    # Of bfloat16 numbers there are 128 between 0 and 1.
+    # Random bfloat16 numbers have only 128 values between 0 and 1.
     assert abs(mask[0, 0].mean() - (1 - RATE)) < 4 * deviation + (2**-7 if function is of_narrow_numbers else 0)
     is_shared = function is of_all_heads
     assert (mask[0, 0] == mask[0, 1]).all() == is_shared and (mask[0, 0] == mask[1, 0]).all() == is_shared
@@ -118,7 +118,7 @@ def test_both_implementations_draw_the_same_bits(function):
 
 @EACH
 def test_dropout_reads_no_bits_from_memory(function):
-    """What is read with queries and with keys is computed from what has one of them."""
+    """Bits of queries by keys are computed from leaves that have only queries or only keys."""
     (region,) = explain(function)(*operands(), jax.random.key(0)).regions
     assert {leaf.role for leaf in region.leaves} == {"query", "key", "row", "column"}
     assert region.declined is None
@@ -161,7 +161,7 @@ def dropped_scores(query, key, value, rng):
 
 @BOTH
 def test_dropout_before_the_softmax_matches_the_reference(implementation):
-    """A row's weights are those of the keys that stay."""
+    """The weights of a row are the softmax over its kept keys."""
     rng, (query, key, value) = jax.random.key(2), operands()
     columns = jnp.broadcast_to(jnp.eye(KEYS)[None, :, None], (BATCH, KEYS, HEADS, KEYS))
     fused = jax.jit(fuse(dropped_scores, implementation=implementation))
@@ -189,7 +189,7 @@ def test_dropout_accepts_other_key_implementations():
 
 @BOTH
 def test_dropout_under_vmap_uses_the_mask_of_each_key(implementation):
-    """Each key has the mask that it has alone; a key that is not mapped has one mask."""
+    """A mapped key has the mask that it has alone; an unmapped key has one mask for all indices."""
     keys = jax.random.split(jax.random.key(4), 2)
     query, key, value = operands()
     queries = jnp.stack([query, -query])
@@ -221,7 +221,7 @@ def test_dropout_gradients_under_vmap_and_checkpoint_match_single_calls():
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_returned_dropout_mask_is_the_mask_of_the_weights(implementation):
-    """It is the one that weights have, also where it is drawn once more with the same key."""
+    """The returned mask is drawn once more, with the same key."""
 
     def function(query, key, value, rng):
         weights = jax.nn.softmax(query @ key.mT, axis=-1)
@@ -236,7 +236,7 @@ def test_returned_dropout_mask_is_the_mask_of_the_weights(implementation):
 
 
 def test_random_draws_outside_a_region_are_those_of_jax():
-    """What no region needs a tile of stays as written; a mask that is also a result is the one that was used."""
+    """Draws that no region uses stay as written, and a returned mask is the one that the region used."""
     query, key, value = operands()
     rng, other = jax.random.split(jax.random.key(3))
 
@@ -277,7 +277,7 @@ def test_dropout_in_float64_matches_the_reference():
 
 @NEEDS_TRITON
 def test_dropout_kernels_compile_without_spills():
-    """For Hopper: no register is spilled in a loop, and products stay those of matrix units."""
+    """On Hopper no register is spilled in a loop, and products use matrix units."""
     from blockdiag.triton_kernels.launch.plan import Target
     from tests.fusion.codegen.test_plans import launches_of
     from tests.triton_kernels.plans_support import report_of
@@ -303,7 +303,7 @@ def test_dropout_kernels_compile_without_spills():
 
 @pytest.fixture
 def usual_promotion():
-    """Flax needs JAX's usual promotion, which the other tests go without."""
+    """Allow JAX's usual promotion, which Flax needs and the other tests do without."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -311,7 +311,7 @@ def usual_promotion():
 @NEEDS_TRITON
 @pytest.mark.parametrize(("implementation", "broadcasts"), [("xla", False), ("triton", True)])
 def test_nnx_attention_module_with_dropout_has_gradients(usual_promotion, implementation, broadcasts):
-    """Dropout in Flax's own attention: the module with the fused function learns, and is itself without dropout."""
+    """A module with the fused function has gradients with dropout, and equals the plain module without dropout."""
     x = jax.random.normal(jax.random.key(0), (2, 24, 32))
     fused = fuse(nnx.dot_product_attention, implementation=implementation)
 
@@ -351,7 +351,7 @@ def test_linen_attention_module_with_dropout_has_gradients(usual_promotion):
 
 
 def test_dropout_modules_inside_the_function_match_the_reference(usual_promotion):
-    """`nnx.Dropout` and `linen.Dropout` of the weights."""
+    """The functions apply `nnx.Dropout` or `linen.Dropout` to the weights."""
     query, key, value = operands()
 
     def of_nnx(query, key, value, rng):
@@ -383,7 +383,7 @@ def bits_of(seed: int, width: int = 32, key_axis: int = 3) -> np.ndarray:
 
 
 def deviations(one: np.ndarray, other: np.ndarray) -> float:
-    """The correlation of two arrays of booleans, in standard deviations of that of independent ones."""
+    """Return the correlation of two boolean arrays, in standard deviations of that of independent ones."""
     one, other = (x - x.mean() for x in (one, other))
     return float((one * other).mean() / (one.std() * other.std()) * np.sqrt(one.size))
 
@@ -420,7 +420,7 @@ def test_random_mask_sums_have_binomial_variance():
 
 
 def test_random_bits_of_pairs_of_rows_and_columns_are_uncorrelated():
-    """Where bits are a sum of something of the row and something of the column, the four corners cancel."""
+    """If bits were a sum of a term of the row and a term of the column, the four corners would cancel."""
     bits = bits_of(0)
     corners = bits[..., ::2, ::2] ^ bits[..., 1::2, ::2] ^ bits[..., ::2, 1::2] ^ bits[..., 1::2, 1::2]
     for place in range(32):

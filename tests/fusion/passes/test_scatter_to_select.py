@@ -1,4 +1,4 @@
-"""Numbers that are written into scores at places that are known: masks, as `.at[..].set` spells them."""
+"""Tests of masks that `.at[..].set` writes into scores at known indices."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def numpy_upper(query, key, value):
 
 
 def first_keys(query, key, value):
-    """A slice of keys."""
+    """Hide a slice of keys."""
     return attend(scores(query, key).at[..., :5].set(-jnp.inf), value)
 
 
@@ -41,23 +41,23 @@ def every_second_key(query, key, value):
 
 
 def own_key(query, key, value):
-    """Tokens do not see themselves."""
+    """Hide each token from itself."""
     positions = jnp.arange(TOKENS)
     return attend(scores(query, key).at[:, :, positions, positions].set(-jnp.inf), value)
 
 
 def one_head(query, key, value):
-    """The first head sees the first half, the second all."""
+    """Hide the second half of the keys from the first head."""
     return attend(scores(query, key).at[:, 0, :, 35:].set(-jnp.inf), value)
 
 
 def number_of_an_argument(query, key, value, number):
-    """What is written has a gradient."""
+    """Write an argument, which has a gradient."""
     return attend(scores(query, key).at[..., :5].set(number), value)
 
 
 def out_of_bounds(query, key, value):
-    """What is written beyond the last key is dropped."""
+    """Write beyond the last key, where the update is dropped."""
     return attend(scores(query, key).at[..., np.array([3, TOKENS + 2])].set(-jnp.inf), value)
 
 

@@ -1,4 +1,4 @@
-"""Programs with detours: what is computed twice, moved there and back, or added to 0, is fused as without."""
+"""Tests that programs with redundant equations, such as repeated or inverse ones, fuse as without them."""
 
 import math
 import zlib
@@ -20,15 +20,15 @@ from blockdiag.fusion.passes.simplify import plain
 from tests.fusion.fusion_support import arrays, assert_alike, with_gradients
 
 SIZES = Sizes(batch=2, rows=2, query_tokens=12, key_tokens=12, query_heads=2, key_heads=1, head_dim=8, value_dim=8)
-# By kernels and their gradients, too: a mask, a bias, sinks, several scores, sums that are divided, no softmax.
+# Variants whose results and gradients are compared too, including ones with sinks and without a softmax.
 COMPUTED = ("softmax_by_hand", "causal_tril", "sinks_in_denominator", "evoformer_row", "latent", "retention")
 SHARE = 0.35
-"""Of the uses of values, those that compute them anew; and of the values, those that take a detour."""
+"""The share of uses that compute a value anew, and the share of values that take a detour."""
 
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """Functions are written as their authors do."""
+    """Allow implicit promotion of dtypes and ranks, on which users' functions may rely."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -125,7 +125,7 @@ def test_simplify_keeps_repeated_effects() -> None:
 
 
 def with_detours(function: Callable[..., Any], seed: int) -> Callable[..., Any]:
-    """The function, whose values are computed anew for each use, or take one of several detours, at random."""
+    """Return the function with random values computed anew for each use or sent through a detour."""
 
     def longer(**given: Any) -> Any:
         draw = np.random.default_rng(seed)
@@ -153,7 +153,7 @@ def with_detours(function: Callable[..., Any], seed: int) -> Callable[..., Any]:
 
 
 def detour(x: jax.Array, draw: np.random.Generator) -> jax.Array:
-    """The same value, in more steps."""
+    """Return the same value, at random in more steps."""
     if draw.random() > SHARE:
         return x
     order = draw.permutation(x.ndim)
@@ -168,7 +168,7 @@ def detour(x: jax.Array, draw: np.random.Generator) -> jax.Array:
 
 
 def regions_of(function: Callable[..., Any], given: dict[str, jax.Array]) -> list[tuple[Any, ...]]:
-    """Of each attention the sizes of its axes, and what is read, by role and shape."""
+    """Return the axis sizes of each region, and the roles and shapes of its leaves."""
     found = [x for program in trace(function, (), given).programs() for x in program.all_regions()]
     return [(x.sizes, sorted((leaf.role, leaf.source.shape) for leaf in x.leaves)) for x in found]
 

@@ -1,4 +1,4 @@
-"""One softmax of all heads that is taken apart afterwards, as differential attention is often written."""
+"""Tests of one softmax of all heads that is sliced afterwards, as differential attention is often written."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ BATCH, TOKENS, HEADS, WIDTH = 2, 18, 2, 16
 
 
 def scores_of(query, key):
-    """query, key [B, T, 2 N, H] -> causal scores [B, 2 N, T, T]."""
+    """Return causal scores [B, 2 N, T, T] of query and key [B, T, 2 N, H]."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * WIDTH**-0.5
     return jnp.where(jnp.tri(TOKENS, dtype=bool)[None, None], scores, -jnp.inf)
 
@@ -23,7 +23,7 @@ def values_of(weights, value):
 
 
 def pairs_of_heads(query, key, value):
-    """As the code that came with the paper: heads side by side, and the softmax in another dtype."""
+    """Follow the code that came with the paper, in which the heads of a pair are adjacent."""
     scores = jnp.matmul(query.swapaxes(1, 2) / 4, key.transpose(0, 2, 3, 1))
     scores = jnp.nan_to_num(scores) + jnp.triu(jnp.full((TOKENS, TOKENS), -jnp.inf), 1)[None, None]
     weights = jax.nn.softmax(scores, axis=-1).reshape(BATCH, HEADS, 2, TOKENS, TOKENS)
@@ -42,7 +42,7 @@ def halves_of_heads(query, key, value):
 
 
 def results_of_pairs(query, key, value):
-    """Results are subtracted, not weights."""
+    """Subtract results instead of weights."""
     weights = jax.nn.softmax(scores_of(query, key), axis=-1).reshape(BATCH, HEADS, 2, TOKENS, TOKENS)
     first, second = (values_of(weights[:, :, i], value) for i in range(2))
     return first - 0.3 * second
@@ -59,7 +59,7 @@ def later_heads(query, key, value):
 
 
 def halves_of_groups(query, key, value):
-    """Two heads of queries for each of keys, which become one axis."""
+    """Merge key heads and their groups of two query heads into one axis before the softmax."""
     query = query.reshape(BATCH, TOKENS, HEADS, 2, WIDTH)
     scores = jnp.einsum("btkgh,bskh->bkgts", query, key[:, :, :HEADS]).reshape(BATCH, 2 * HEADS, TOKENS, TOKENS)
     weights = jax.nn.softmax(scores / 4, axis=-1)
@@ -100,14 +100,14 @@ def test_sliced_weights_leave_no_scores_outside(function):
 
 @pytest.mark.parametrize("function", [x for x in FUNCTIONS if x not in (halves_of_groups, halves_with_sinks)])
 def test_masks_of_sliced_weights_are_not_arrays(function):
-    """Parts of a mask for all heads are the mask, and of its number the number: no array of them is read."""
+    """Slices of a mask that all heads share are the mask itself, so that no array is read."""
     for region in explain(function)(*arrays()).regions:
         assert {leaf.role for leaf in region.leaves} == {"query", "key", "row", "column"}
 
 
 def test_per_head_slopes_of_sliced_weights_are_scalar_leaves():
     def sloped(query, key, value, slopes):
-        """slopes [2 N]."""
+        """Return differential attention with slopes [2 N]."""
         places = jnp.arange(TOKENS, dtype=jnp.float32)
         bias = slopes[:, None, None] * jnp.abs(places[:, None] - places[None, :])[None]
         first, second = jnp.split(jax.nn.softmax(scores_of(query, key) - bias[None], axis=-1), 2, axis=1)

@@ -1,4 +1,4 @@
-"""Squared distances between points of 16 bits, which regions compute as products."""
+"""Tests of squared distances between 16-bit points, which regions compute as products."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def attention(query, key, query_points, key_points, slope):
 
 
 def turned(query, key, query_points, key_points, slope):
-    """Keys less queries, heads first, a product of equal factors, points of keys without heads, and a mask."""
+    """Write distances as products of equal factors, with heads first, key points without heads and a mask."""
     key_points = key_points[:, :, 0].reshape(BATCH, KEYS, -1)
     difference = key_points[:, None, None] - query_points.swapaxes(1, 2).reshape(BATCH, HEADS, QUERIES, 1, -1)
     distances = jnp.sum(difference * difference, axis=-1)  # [B, N, T, S]
@@ -37,13 +37,13 @@ def turned(query, key, query_points, key_points, slope):
 
 
 def bells(query, key, query_points, key_points, slope):
-    """Weights that are a function of distances alone, without a softmax."""
+    """Return attention with weights that depend on distances alone, without a softmax."""
     weights = jnp.exp(-jnp.square(slope)[None, None, None] * between(query_points, key_points))
     return jnp.einsum("btsn,bsnh->btnh", weights, key) + query
 
 
 def rooted(query, key, query_points, key_points, slope):
-    """A root shows what is missing in a small distance."""
+    """Take the root of distances, which magnifies errors in small ones."""
     scores = jnp.einsum("btnh,bsnh->btsn", query, key) - jnp.sqrt(between(query_points, key_points) + 1e-3)
     return jnp.einsum("btsn,bsnh->btnh", jax.nn.softmax(scores, axis=2), key * slope[None, None, :, None])
 
@@ -55,7 +55,7 @@ def returned(query, key, query_points, key_points, slope):
 
 
 def operands(dtype, *, offset=0.0):
-    """The same numbers, which have 16 bits, in any dtype."""
+    """Return the same numbers, which bfloat16 represents exactly, in any dtype."""
     generator = np.random.default_rng(0)
     shapes = [
         (BATCH, QUERIES, HEADS, FEATURES), (BATCH, KEYS, HEADS, FEATURES), (BATCH, QUERIES, HEADS, POINTS, 3),
@@ -66,7 +66,7 @@ def operands(dtype, *, offset=0.0):
 
 
 def products_of(function, dtype):
-    """How many products there are in the scores of a function's regions."""
+    """Return the number of products in the scores of each region of a function."""
     found = trace(function, operands(dtype), {}).regions
     regions = [region for regions in found.values() for region in regions]
     return [sum(x.kind == "product" for x in nodes_of(x.score, x.weight)) for x in regions]
@@ -83,7 +83,7 @@ def results(function, arguments):
 
 
 def errors(function, implementation, offset):
-    """Of the result and of each gradient, of the kernels and of the function itself, both in bfloat16."""
+    """Yield errors of the fused and of the plain function in bfloat16, for the result and each gradient."""
     with jax.enable_x64(True):
         exact = results(function, operands(jnp.float64, offset=offset))
     arguments = operands(jnp.bfloat16, offset=offset)
@@ -121,7 +121,6 @@ def test_squared_distances_used_elsewhere_stay_differences(function):
 
 
 def test_squared_distance_kernels_do_not_spill_in_loops():
-    """In the loops nothing is kept in memory."""
     points = jax.ShapeDtypeStruct((2, 256, 4, 4, 3), jnp.bfloat16)
     query = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     slope = jax.ShapeDtypeStruct((4,), jnp.bfloat16)

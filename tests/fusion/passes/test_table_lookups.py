@@ -1,4 +1,4 @@
-"""Gradients of small tables that scores read: both ways of adding them up, against sums in float64."""
+"""Tests of gradients of small tables that scores read: both ways to sum them match float64."""
 
 import functools
 
@@ -21,14 +21,14 @@ MODES = {
 
 
 def gather_of(function, *arguments):
-    """The one equation of a function that gathers."""
+    """Return the only gather equation of a function."""
     jaxpr, _ = flat_jaxpr(function, *arguments)
     (found,) = [equation for equation in jaxpr.jaxpr.eqns if equation.primitive.name == "gather"]
     return found
 
 
 def exact_gradient(reads, indices, cotangent, rows):
-    """Sums in float64 over the reads of each row; reads outside of the table have no part in them."""
+    """Return float64 sums over the reads of each row; reads outside the table are clipped or ignored."""
     indices, cotangent = np.asarray(indices)[..., 0].ravel(), np.asarray(cotangent, np.float64)
     axes = [axis for axis in range(cotangent.ndim) if axis not in reads.offsets]
     lines = np.moveaxis(cotangent, axes, range(len(axes))).reshape(indices.size, -1)
@@ -42,7 +42,7 @@ def exact_gradient(reads, indices, cotangent, rows):
 @pytest.mark.parametrize("mode", MODES)
 def test_table_gradient_matches_float64(mode, dtype, way, monkeypatch):
     if way == "by some rows":
-        # As where gradients are many.
+        # Comparisons in parts, as for many gradients.
         monkeypatch.setattr(lookups, "_COMPARED_AT_ONCE", 0)
         way = "by rows"
     outside = 0 if mode in ("promised", "first axis") else 3
@@ -79,7 +79,7 @@ def test_other_table_reads_are_left_to_xla(function):
 
 
 def biased(query, key, value, table):
-    """query, key, value [B, T, N, H], table [buckets, N]."""
+    """Return attention of operands [B, T, N, H] with a bias from table [buckets, N]."""
     distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :]
     bias = table[jnp.clip(distance + 4, 0, 8)].transpose(2, 0, 1)[None]
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5 + bias

@@ -21,7 +21,7 @@ def attend(found, value):
 
 
 def best(query, key, value, left, right):
-    """Keys that another product ranks highest."""
+    """Return attention to the keys that another product ranks highest."""
     index = left @ right.mT
     least = jax.lax.top_k(index, 8)[0][..., -1:]
     return attend(jnp.where((index >= least)[:, None], scores(query, key), -jnp.inf), value)
@@ -34,20 +34,20 @@ def standardised(query, key, value, left, right):
 
 
 def logarithm(query, key, value, left, right):
-    """The logarithm of another attention's weights."""
+    """Return attention biased by the logarithm of another attention's weights."""
     bias = jnp.log(jax.nn.softmax(left @ right.mT, axis=-1) + 1e-6)
     return attend(scores(query, key) + bias[:, None], value)
 
 
 def of_the_layer_before(query, key, value, second):
-    """Scores are added to those of the next layer."""
+    """Add the scores of one layer to those of the next."""
     first = scores(query, key)
     middle = attend(first, value) + second
     return attend(scores(middle, key) + first, value)
 
 
 def scaled_after(query, key, value, factor):
-    """The largest score is taken away before a factor that is an argument."""
+    """Subtract the largest score before a factor that is an argument."""
     found = scores(query, key)
     found = found - found.max(axis=-1, keepdims=True)
     return attend(found * factor[None, :, None, None], value)
@@ -60,7 +60,7 @@ def divided_after(query, key, value, width):
 
 
 def logs_of_both(query, key, value):
-    """The log-sum-exp of the largest score and the sum, both without their last axis."""
+    """Return the result and the log-sum-exp, made from the maximum and the sum without their last axes."""
     found = scores(query, key)
     largest = found.max(-1, keepdims=True)
     powers = jnp.exp(found - largest)
@@ -69,7 +69,7 @@ def logs_of_both(query, key, value):
     return jnp.concatenate([(powers / total) @ value, log_sum[..., None]], -1)
 
 
-# Each with how many arrays of queries by keys are read.
+# Each entry has a function, the number of query-by-key arrays that are read, and the shapes of further arguments.
 FUNCTIONS = {
     "best": (best, 1, INDEX, INDEX),
     "standardised": (standardised, 1, INDEX, INDEX),
@@ -97,7 +97,7 @@ def test_operands_from_other_scores_read_the_expected_leaves(name):
 
 
 def test_row_statistic_of_the_same_scores_raises_not_fusible():
-    """There is no other product that could stay attention; the message is of what was tried first."""
+    """No other product could be the attention, so the message describes the first attempt."""
 
     def function(query, key, value):
         found = scores(query, key)
@@ -107,7 +107,7 @@ def test_row_statistic_of_the_same_scores_raises_not_fusible():
         fuse(function)(*arrays(OPERAND, OPERAND, OPERAND))
 
 
-# NumPy's masks of floating numbers, and masks under exponentials.
+# Float masks made by NumPy, and masks inside exponentials.
 
 LONG = 256
 PLACES = np.arange(LONG)

@@ -1,4 +1,4 @@
-"""Sums over features that are no products of matrices: additive attention, graph attention, absolute differences."""
+"""Tests of scores that sum over features without a matrix product, as additive and graph attention do."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def by_sum(query, key, value, out):
 
 
 def dense(query, key, value, out):
-    """As a layer of one number."""
+    """Project hidden features by a layer with one output."""
     return attended((hidden(query, key) @ out[:, None])[..., 0], value)
 
 
@@ -63,20 +63,20 @@ def graph_attention(query, key, value, out):
 
 
 def several_outputs(query, key, value, out):
-    """A matrix of weights: its columns are heads."""
+    """Project hidden features by a matrix whose columns are heads."""
     scores = hidden(query, key) @ jnp.stack([out, out[::-1]], axis=1)  # [B, T, S, N]
     return jnp.einsum("bijn,bjnc->binc", jax.nn.softmax(scores, axis=2), in_heads(value))
 
 
 def differences(query, key, value, out):
-    """A temperature, a causal mask."""
+    """Return causal attention by absolute differences, with a temperature."""
     scores = -jnp.exp(out[0]) * jnp.abs(query[:, :, None] - key[:, None]).sum(-1)
     seen = jnp.arange(QUERIES)[:, None] >= jnp.arange(KEYS)[None, :]
     return attended(jnp.where(seen[None], scores, -jnp.inf), value)
 
 
 def beside_product(query, key, value, out):
-    """Of which the sum is made as well, once for all features."""
+    """Return attention in which the feature sum also uses the matrix product, computed once for all features."""
     scores = jnp.einsum("bid,bjd->bij", query, key)
     pairs = query[:, :, None] * out[None, None, None] + 0.1 * key[:, None] * scores[..., None]
     return attended(scores + jnp.sum(jax.nn.silu(pairs), axis=-1), value)
@@ -87,19 +87,19 @@ def in_points(array):
 
 
 def points(query, key, value, out):
-    """Distances of points, each with a weight: a sum of sums of three."""
+    """Return attention by weighted distances of points, a sum of sums over three coordinates."""
     squares = jnp.square(in_points(query)[:, :, None] - in_points(key)[:, None]).sum(-1)
     return attended(-jnp.sqrt(squares + 1e-3) @ jax.nn.softplus(out[:POINTS]), value)
 
 
 def of_two_axes(query, key, value, out):
-    """A weight has one of the axes that are summed over."""
+    """Sum over two axes, with a weight that has one of them."""
     apart = jnp.abs(in_points(query)[:, :, None] - in_points(key)[:, None])
     return attended(-jnp.sum(apart * jax.nn.softplus(out[:POINTS])[None, None, None, :, None], axis=(-1, -2)), value)
 
 
 def of_numbered(query, key, value, out):
-    """The number of a feature is a number, too."""
+    """Use the index of each feature in its term."""
     turned = (
         query[:, :, None] - key[:, None] * out[None, None, None] + jnp.arange(WIDTH, dtype=out.dtype)[None, None, None]
     )
@@ -107,14 +107,14 @@ def of_numbered(query, key, value, out):
 
 
 def beside_a_sink(query, key, value, out):
-    """One more logit, which has no value."""
+    """Add a sink, which is one more logit without a value."""
     sink = jnp.broadcast_to(out[:1, None, None], (BATCH, QUERIES, 1))
     scores = jnp.concatenate([hidden(query, key) @ out, sink], axis=-1)
     return jax.nn.softmax(scores, axis=-1)[..., :-1] @ value
 
 
 def gated(query, key, value, out):
-    """After the softmax."""
+    """Multiply weights by a feature sum after the softmax."""
     gates = jax.nn.sigmoid(hidden(query, key) @ out)
     return (jax.nn.softmax(jnp.einsum("bid,bjd->bij", query, key), axis=-1) * gates) @ value
 
@@ -140,7 +140,7 @@ def test_feature_sums_match_the_reference_with_gradients(form, implementation):
     region = region_of(FORMS[form], given)
     assert any(node.kind == "sum" for node in nodes_of(region.score, region.weight))
     assert "score" not in {leaf.role for leaf in region.leaves}
-    # The gradient of a temperature is what large numbers leave of each other.
+    # The gradient of the temperature is a small difference of large numbers.
     assert_fused(FORMS[form], given, implementation, 2e-4 if form == "differences" else 2e-5)
 
 
@@ -153,7 +153,6 @@ def test_feature_sums_repeat_bitwise(implementation):
 
 
 def test_feature_sums_of_bfloat16_accumulate_in_float32():
-    """Features of 16 bits are added up in 32."""
     given = [x.astype(jnp.bfloat16) for x in arrays(*OPERANDS)]
     wide = [x.astype(jnp.float32) for x in given]
     exact = with_gradients(additive, wide)
@@ -206,7 +205,7 @@ def test_feature_sum_kernels_have_a_length_independent_of_features():
 
 
 def test_feature_sums_unroll_few_features_and_leave_many_in_memory():
-    """Few features, which registers have room for; more than a loop's registers, which stay in memory."""
+    """Few features are unrolled into registers; scores of too many features for a loop stay in memory."""
     few = arrays((1, 40, 4), (1, 40, 4), (1, 40, 16), (4,))
     region = region_of(by_sum, few)
     assert not any(node.kind == "sum" for node in nodes_of(region.score))
@@ -217,7 +216,7 @@ def test_feature_sums_unroll_few_features_and_leave_many_in_memory():
 
 
 def test_products_written_as_feature_sums_are_matrix_products():
-    """However many features there are, and beside a sink."""
+    """Neither the number of features nor a sink prevents this."""
 
     def function(query, key, value, out):
         scores = jnp.sum(query[:, :, None] * key[:, None], axis=-1)
@@ -243,7 +242,7 @@ def test_feature_products_of_all_heads_are_not_a_loop():
 
 @pytest.mark.parametrize("form", [additive, differences])
 def test_feature_sums_with_an_added_mask_skip_tiles(form):
-    """What is added up is bounded, so that -1e9 masks it."""
+    """The feature sum is bounded, so that adding -1e9 masks it."""
     tokens = 256
     given = arrays(*[(1, tokens, WIDTH)] * 3, (WIDTH,))
 
@@ -259,7 +258,7 @@ def test_feature_sums_with_an_added_mask_skip_tiles(form):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_masks_of_large_features_stay_exact(implementation):
-    """Features larger than products of queries and keys are taken to be, which decide, beside a mask of positions."""
+    """Features that exceed the assumed bound of query-key products decide a mask, next to a position mask."""
     tokens = 96
 
     def function(query, key, value):
@@ -273,7 +272,7 @@ def test_masks_of_large_features_stay_exact(implementation):
 
 
 def test_bounds_of_loops_are_finite_only_for_sums():
-    """Sums are bounded from their terms; of any other loop nothing is known."""
+    """Sums are bounded by their terms; bounds of other loops are unknown."""
 
     def total(x):
         return jax.lax.fori_loop(0, 10, lambda _, found: found + jnp.abs(x), jnp.ones_like(x))
@@ -282,7 +281,7 @@ def test_bounds_of_loops_are_finite_only_for_sums():
         return jax.lax.fori_loop(0, 10, lambda _, found: found * (1 + jnp.abs(x)), jnp.ones_like(x))
 
     def pair(x):
-        """What is added depends on what is carried."""
+        """Add a term that depends on the carry."""
         return jax.lax.fori_loop(0, 10, lambda _, two: (two[0] + two[1], two[1] * 2), (jnp.zeros_like(x), x))
 
     given = [Interval(np.full((1, 1), -2.0), np.full((1, 1), 3.0))]

@@ -1,4 +1,4 @@
-"""Queries and keys on a grid: scores whose axes are divided into rows and columns of pixels."""
+"""Tests of queries and keys on a grid, whose scores have axes of rows and columns of pixels."""
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,12 @@ from tests.triton_kernels.plans_support import report_of
 
 BATCH, HEADS, HIGH, WIDE, WIDTH = 2, 2, 5, 7, 16
 PIXELS = HIGH * WIDE
-# Of keys that are pooled.
+# The grid of pooled keys.
 FEW, SMALL = 3, 4
 
 
 def decomposed(query, key, value, high, wide):
-    """As the image encoder of Kirillov et al. (2023) adds relative positions: tables [HIGH, HIGH, H] and so on."""
+    """Add relative positions from tables [HIGH, HIGH, H] and [WIDE, WIDE, H], as in Kirillov et al. (2023)."""
     scores = (query * WIDTH**-0.5) @ jnp.swapaxes(key, -1, -2)
     pixels = query.reshape(-1, HIGH, WIDE, WIDTH)
     up = jnp.einsum("bhwc,hkc->bhwk", pixels, high)
@@ -35,7 +35,7 @@ def decomposed(query, key, value, high, wide):
 
 
 def pooled(query, key, value, high, wide):
-    """As Li et al. (2021) have it: keys on a smaller grid, and queries added to the result."""
+    """Attend to keys on a smaller grid and add queries to the result, as in Li et al. (2021)."""
     scores = jnp.einsum("bnqc,bnkc->bnqk", query * WIDTH**-0.5, key)
     pixels = query.reshape(BATCH, HEADS, HIGH, WIDE, WIDTH)
     up = jnp.einsum("byhwc,hkc->byhwk", pixels, high)
@@ -46,20 +46,20 @@ def pooled(query, key, value, high, wide):
 
 
 def of_pixels(query, key, value):
-    """A softmax over both axes of keys."""
+    """Return attention with a softmax over both axes of keys."""
     scores = jnp.einsum("bnhwc,bnijc->bnhwij", query, key) * WIDTH**-0.5
     return jnp.einsum("bnhwij,bnijc->bnhwc", jax.nn.softmax(scores, axis=(-2, -1)), value)
 
 
 def of_pixels_by_hand(query, key, value):
-    """Heads last, values before weights, exponentials divided."""
+    """Write the softmax by hand, with heads last and values as the first operand."""
     scores = jnp.einsum("bhwnc,bijnc->bnhwij", query, key) * WIDTH**-0.5
     power = jnp.exp(scores - jax.lax.stop_gradient(scores.max((-2, -1), keepdims=True)))
     return jnp.einsum("bijnc,bnhwij->bhwnc", value, power / power.sum((-2, -1), keepdims=True))
 
 
 def bottleneck(query, key, value, bias):
-    """As Srinivas et al. (2021) write it: a bias of pairs of pixels, weights with one axis of keys in between."""
+    """Add a bias of pairs of pixels and merge the axes of keys for the softmax, as in Srinivas et al. (2021)."""
     scores = jnp.einsum("bnhwc,bnijc->bnhwij", query, key) * WIDTH**-0.5 + bias[None]
     weights = jax.nn.softmax(scores.reshape(BATCH, HEADS, HIGH, WIDE, PIXELS), axis=-1)
     weights = weights.reshape(BATCH, HEADS, HIGH, WIDE, HIGH, WIDE)
@@ -67,7 +67,7 @@ def bottleneck(query, key, value, bias):
 
 
 def neighbours(query, key, value):
-    """Masks by places on the grid, and pixels of the last rows hidden."""
+    """Mask keys by their position on the grid, and hide the last rows of pixels of one sequence."""
     scores = jnp.einsum("bntc,bnsc->bnts", query, key).reshape(BATCH, HEADS, HIGH, WIDE, HIGH, WIDE)
     high, wide = jnp.arange(HIGH), jnp.arange(WIDE)
     near = jnp.abs(high[:, None, None, None] - high[None, None, :, None]) <= 1
@@ -79,7 +79,7 @@ def neighbours(query, key, value):
 
 
 def axial_biases(query, key, value, high, wide):
-    """[N, HIGH, HIGH] and [N, WIDE, WIDE], capped together with scores, and one row of pixels that sees the first."""
+    """Add axial biases and cap them together with scores; the first row of pixels sees only itself."""
     scores = jnp.einsum("bntc,bnsc->bnts", query, key).reshape(BATCH, HEADS, HIGH, WIDE, HIGH, WIDE) / 4
     scores = scores + high[None, :, :, None, :, None] + wide[None, :, None, :, None, :]
     scores = 3 * jnp.tanh(jax.nn.relu(scores) / 3)
@@ -89,7 +89,7 @@ def axial_biases(query, key, value, high, wide):
 
 
 def by_rows_of_keys(query, key, value, rows):
-    """A product with an embedding [HIGH, H] of rows of keys, in the layout of Flax."""
+    """Add a product with an embedding [HIGH, H] of rows of keys, in the layout of Flax."""
     query, key, value = (x.reshape(BATCH, HIGH, WIDE, HEADS, WIDTH) for x in (query, key, value))
     scores = jnp.einsum("bhwnc,bijnc->bnhwij", query, key) + jnp.einsum("bhwnc,ic->bnhwi", query, rows)[..., None]
     weights = jax.nn.softmax(scores.reshape(BATCH, HEADS, PIXELS, PIXELS) / 4, axis=-1)
@@ -97,14 +97,14 @@ def by_rows_of_keys(query, key, value, rows):
 
 
 def sigmoids(query, key, value):
-    """No softmax: weights that are divided by their sum."""
+    """Divide sigmoid weights by their sum, without a softmax."""
     weights = jax.nn.sigmoid(jnp.einsum("bnhwc,bnijc->bnhwij", query, key) / 4)
     weights = weights / weights.sum(axis=(-2, -1), keepdims=True)
     return jnp.einsum("bnhwij,bnijc->bnhwc", weights, value)
 
 
 def hidden_rows(query, key, value, bias):
-    """Rows of pixels hidden by -inf that is added, and a bias [T, HIGH] of flat queries."""
+    """Hide rows of pixels by adding -inf, and add a bias [T, HIGH] of flat queries."""
     scores = (query @ key.mT / 4).reshape(BATCH * HEADS, PIXELS, HIGH, WIDE)
     hidden = jnp.where(jnp.arange(HIGH) < 3, bias.sum(0) - bias.sum(0), -jnp.inf)
     scores = scores + bias[None, :, :, None] + hidden[None, None, :, None]
@@ -112,7 +112,7 @@ def hidden_rows(query, key, value, bias):
 
 
 def split_heads(query, key, value, high):
-    """Scores of batch and heads apart, then together, as code of ViTDet has them."""
+    """Merge the batch and head axes of scores to add the bias, as code of ViTDet does."""
     scores = jnp.einsum("bntc,bnsc->bnts", query, key).reshape(BATCH * HEADS, HIGH, WIDE, HIGH, WIDE) / 4
     pixels = query.reshape(BATCH * HEADS, HIGH, WIDE, WIDTH)
     scores = scores + jnp.einsum("bhwc,hkc->bhwk", pixels, high)[..., None]

@@ -1,4 +1,4 @@
-"""Log-sum-exps of scores that functions use themselves: gates, parts that are merged, results."""
+"""Tests of functions that use the log-sum-exp of scores, such as gates, merged parts and results."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def times(weights, value):
 
 
 def joined(output, log_sum):
-    """One array of both."""
+    """Concatenate the output and the log-sum-exp."""
     return jnp.concatenate([output, log_sum[..., None]], -1)
 
 
@@ -49,14 +49,14 @@ def returned(query, key, value):
 
 
 def before(query, key, value):
-    """The log-sum-exp comes first, and what follows from it, too."""
+    """Compute the log-sum-exp, and a value that depends on it, before the softmax."""
     found = scores(query, key)
     log_sum = 2 * jax.scipy.special.logsumexp(found, axis=-1, keepdims=True) + 1
     return times(jax.nn.softmax(found), value) + log_sum
 
 
 def gated(query, key, value, sink):
-    """sink [N]: as a further logit of each row without a value."""
+    """Gate the output by its log-sum-exp less sink [N], which acts as a further logit of each row without a value."""
     found = causal(query, key)
     gate = jax.nn.sigmoid(jax.nn.logsumexp(found, -1) - sink[None, :, None])
     return times(jax.nn.softmax(found), value) * gate[..., None]
@@ -77,14 +77,14 @@ def without_largest(query, key, value):
 
 
 def exponential(query, key, value):
-    """The weights are made with it."""
+    """Compute the weights from the log-sum-exp."""
     found = scores(query, key)
     log_sum = jax.nn.logsumexp(found, -1, keepdims=True)
     return joined(times(jnp.exp(found - log_sum), value), log_sum[..., 0])
 
 
 def merged(query, key, value):
-    """As parts of the keys on several devices."""
+    """Merge attention to two parts of the keys, as for keys on several devices."""
 
     def part(key, value):
         found = scores(query, key)
@@ -96,21 +96,21 @@ def merged(query, key, value):
 
 
 def with_sinks(query, key, value, sink):
-    """sink [N]: the logits of sinks have a part in it."""
+    """Include the logits of sinks [N] in the log-sum-exp."""
     found = scores(query, key)
     whole = jnp.concatenate([found, jnp.broadcast_to(sink[None, :, None, None], (*found.shape[:3], 1))], -1)
     return joined(times(jax.nn.softmax(whole)[..., :-1], value), jax.nn.logsumexp(whole, -1))
 
 
 def of_shared_scores(query, key, value):
-    """Values have heads, scores have none."""
+    """Share scores without heads between the heads of values."""
     found = scores(query[:, :, :1], key[:, :, :1])
     output = times(jnp.broadcast_to(jax.nn.softmax(found), (BATCH, HEADS, TOKENS, TOKENS)), value)
     return output + jax.nn.logsumexp(found, -1)[..., None]
 
 
 def penalty(query, key, value):
-    """As the z-loss of scores, beside the result; queries come before heads in it."""
+    """Add a penalty of squared log-sum-exps, as in a z-loss, with queries before heads."""
     found = scores(query, key)
     log_sum = jax.nn.logsumexp(found, -1).transpose(0, 2, 1).reshape(BATCH, TOKENS * HEADS)
     return times(jax.nn.softmax(found), value) + jnp.mean(log_sum**2, -1)[:, None, None, None]
@@ -157,7 +157,7 @@ def test_log_sum_exps_in_bfloat16_are_accurate(name):
 
 
 def transformed(function, given):
-    """The result and gradients of a sum over a mapped axis, gradients of each index, and derivatives of gradients."""
+    """Return a loss and its gradients under `vmap`, `jit` and `checkpoint`, and gradients of gradients."""
     query, key, value = given
     several = (jnp.stack([query, 2 * query]), key, jnp.stack([value, value + 1]))
 
@@ -189,7 +189,7 @@ def test_log_sum_exps_under_transformations_match_the_reference(function):
 
 
 def test_gradient_of_the_log_sum_exp_alone_matches_the_reference():
-    """The result has no part in what is differentiated."""
+    """The loss does not use the attention's output."""
     given = arrays(OPERAND, OPERAND, OPERAND)
     query, key, _ = given
 
@@ -202,7 +202,7 @@ def test_gradient_of_the_log_sum_exp_alone_matches_the_reference():
 
 
 def test_log_sum_exp_of_fully_masked_rows_is_minus_infinity():
-    """It is minus infinity there, as in JAX, and what is merged with it is none the worse."""
+    """The log-sum-exp of such rows is minus infinity, as in JAX, and their output is 0."""
 
     def function(query, key, value, seen):
         found = jnp.where(seen[:, None, None, :], scores(query, key), -jnp.inf)
@@ -219,7 +219,7 @@ def test_log_sum_exp_of_fully_masked_rows_is_minus_infinity():
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_log_sum_exp_of_rows_masked_by_a_finite_number_matches_the_reference(implementation):
-    """A finite number there, so that sums with a mask stay numbers."""
+    """The log-sum-exp of such rows is finite, so that sums of it with a mask are not NaN."""
 
     def function(query, key, value):
         seen = jnp.arange(TOKENS) < 7
@@ -251,7 +251,7 @@ def test_log_sum_exp_with_a_partly_stopped_shift_is_not_rewritten():
 
 @pytest.mark.parametrize("keys", [1, 2])
 def test_log_sum_exp_with_a_stopped_shift_and_few_keys_matches_the_reference(keys):
-    """Of one key, what is the same for all keys has as many elements as scores."""
+    """With one key, a value per row has as many elements as the scores."""
 
     def function(query, key, value):
         found = scores(query, key)
@@ -264,7 +264,7 @@ def test_log_sum_exp_with_a_stopped_shift_and_few_keys_matches_the_reference(key
 
 
 def test_log_sum_exp_of_other_scores_is_not_rewritten():
-    """The softmax has a mask that the log-sum-exp has not."""
+    """The softmax has a mask that the log-sum-exp does not have."""
 
     def function(query, key, value):
         return joined(times(jax.nn.softmax(causal(query, key)), value), jax.nn.logsumexp(scores(query, key), -1))
@@ -275,7 +275,7 @@ def test_log_sum_exp_of_other_scores_is_not_rewritten():
 
 
 def test_log_sum_exp_that_values_depend_on_is_not_rewritten():
-    """A kernel cannot give what it needs: the log-sum-exp is computed as written."""
+    """A kernel cannot return a value that its own operands need, so the log-sum-exp is computed as written."""
 
     def function(query, key, value):
         found = scores(query, key)
@@ -288,7 +288,7 @@ def test_log_sum_exp_that_values_depend_on_is_not_rewritten():
 
 
 def test_joint_kernel_is_not_launched_when_the_log_sum_exp_has_a_gradient():
-    """It compares slopes with sums of its own; where the log-sum-exp has a gradient as well, it is not launched."""
+    """The joint kernel computes delta itself, without the cotangent of the log-sum-exp."""
     region = RESIDENT["evoformer"].region()
     rows = jax.ShapeDtypeStruct(tuple(region.sizes[x] for x in (*region.batch, "q")), "float32")
     leaves = [jax.ShapeDtypeStruct(x.source.shape, x.source.dtype) for x in region.leaves]
@@ -310,7 +310,7 @@ def test_joint_kernel_is_not_launched_when_the_log_sum_exp_has_a_gradient():
 
 
 def test_explain_of_a_program_that_prints_finds_its_region():
-    """Equations without results are no concern of an explanation."""
+    """An explanation ignores equations without results."""
 
     def function(query, key, value):
         jax.debug.print("{}", query[0, 0, 0, 0])

@@ -1,4 +1,4 @@
-"""Attention inside `jax.lax.scan` and `cond`, and inside parts that `jax.checkpoint` computes again."""
+"""Tests of attention inside `jax.lax.scan`, `jax.lax.cond` and `jax.checkpoint`."""
 
 import functools
 
@@ -15,7 +15,7 @@ BATCH, TOKENS, HEADS, WIDTH, LAYERS = 2, 64, 2, 16, 4
 
 
 def arrays(*shapes):
-    """Random numbers, not large."""
+    """Return small random numbers."""
     return [x / 12 for x in fusion_support.arrays(*shapes)]
 
 
@@ -40,7 +40,7 @@ def causal():
 
 
 def unrolled(x, *weights, policy=None):
-    """Layers one after the other, each of which is computed again."""
+    """Run layers one after the other, each inside `jax.checkpoint`."""
     again = jax.checkpoint(functools.partial(layer, causal()), policy=policy)
     for i in range(LAYERS):
         x = again(x, [w[i] for w in weights])
@@ -58,12 +58,12 @@ def scanned_again(x, *weights):
 
 
 def mapped(x, *weights):
-    """Over the sequences."""
+    """Map the first layer over the sequences."""
     return jax.lax.map(lambda one: layer(causal(), one[None], [w[0] for w in weights])[0], x)
 
 
 def nested(x, *weights):
-    """A loop in a part that is computed again, after a layer of its own."""
+    """Run a layer, then a loop of layers inside `jax.checkpoint`."""
 
     @jax.checkpoint
     def rest(x, weights):
@@ -73,7 +73,7 @@ def nested(x, *weights):
 
 
 def branched(x, *weights):
-    """One of two attentions, or none."""
+    """Run one of two attentions, or none."""
     window = jnp.abs(jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS)[None, :]) < 9
     first = [w[0] for w in weights]
     kinds = [
@@ -85,7 +85,7 @@ def branched(x, *weights):
 
 
 def within_another(x, *weights):
-    """A loop whose body is a loop and little else."""
+    """Run a loop whose body is a loop and little else."""
 
     def outer(x, w):
         return scanned(x + w[1][0, 0], *weights)[0], None
@@ -93,7 +93,7 @@ def within_another(x, *weights):
     return jax.lax.scan(outer, x, weights)[0]
 
 
-# Each with how many regions there are.
+# Each function with its number of regions.
 FUNCTIONS = {"unrolled": (unrolled, LAYERS), "scanned": (scanned, 1), "scanned again": (scanned_again, 1),
              "mapped": (mapped, 1), "nested": (nested, 2), "branched": (branched, 4),
              "within another": (within_another, 1)}  # fmt: skip
@@ -117,7 +117,7 @@ def test_nested_attention_matches_the_reference_with_gradients(name, implementat
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_explain_finds_nested_attention_with_position_masks(name):
-    """Masks of positions that are made outside are functions of places within."""
+    """Position masks that are made outside a nested program become functions of positions inside it."""
     function, count = FUNCTIONS[name]
     explanation = explain(function)(*given())
     assert len(explanation.regions) == count and not explanation.scores and explanation.unopened is None
@@ -126,7 +126,7 @@ def test_explain_finds_nested_attention_with_position_masks(name):
 
 
 def chosen(x, *weights):
-    """Each layer picks its mask by a flag, as scanned layers of which only some have a window do."""
+    """Pick each layer's mask by a flag, as in scanned models in which only some layers have a window."""
     window = causal() & (jnp.abs(jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS)[None, :]) < 9)[None, None]
 
     def step(x, each):
@@ -137,7 +137,7 @@ def chosen(x, *weights):
 
 
 def one_of_three(x, segments, kind, *weights):
-    """segments [B, T], kind: a mask of arguments that a number picks."""
+    """Pick one of three masks by the number `kind`; some of them have segments [B, T]."""
     same = (segments[:, :, None] == segments[:, None, :])[:, None]
     shape = (BATCH, 1, TOKENS, TOKENS)
     masks = [
@@ -149,7 +149,7 @@ def one_of_three(x, segments, kind, *weights):
 
 
 def test_masks_chosen_by_cond_are_not_arrays():
-    """Masks are functions of places still, and no arrays of pairs."""
+    """The masks remain functions of positions."""
     (region,) = explain(chosen)(*given()).regions
     assert "score" not in {leaf.role for leaf in region.leaves}
     found = jax.jit(functools.partial(with_gradients, fuse(chosen, implementation="xla")))(given())
@@ -167,7 +167,7 @@ def test_masks_chosen_by_switch_are_not_arrays(kind):
 
 
 def test_biases_chosen_by_cond_match_the_reference_with_gradients():
-    """A bias of an argument is what its branch makes of it, and has no other gradient."""
+    """The other branch is NaN here, and must not contribute to the bias or to its gradient."""
 
     def biased(query, key, value, slope, is_linear):
         places = jnp.arange(TOKENS, dtype=jnp.float32)
@@ -181,7 +181,7 @@ def test_biases_chosen_by_cond_match_the_reference_with_gradients():
 
 
 def hoisted(x, into, up, down, segments, table):
-    """Masks and biases of arguments, made once before the loop."""
+    """Make masks and biases from arguments once, before the loop."""
     places = jnp.arange(TOKENS)
     mask = (segments[:, :, None] == segments[:, None, :])[:, None] & causal()
     bias = table[jnp.clip(places[None, :] - places[:, None], -4, 3) + 4]
@@ -197,7 +197,7 @@ def hoisted(x, into, up, down, segments, table):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_masks_built_before_a_loop_are_not_arrays(implementation):
-    """They are functions of what they are made of within, and no arrays of pairs."""
+    """Inside the loop, such masks and biases are functions of the arrays from which they are made."""
     segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (BATCH, TOKENS)), 1))
     operands = [*given(), segments, *arrays((8,))]
     (region,) = explain(hoisted)(*operands).regions
@@ -223,7 +223,7 @@ def test_nested_attention_under_jit_and_vmap_matches_the_reference():
 
 
 def temporary(function):
-    """Bytes that the gradient needs for what is neither given nor returned."""
+    """Return the bytes of temporary memory that the gradient needs."""
     slope = jax.jit(jax.grad(lambda *x: jnp.sum(function(*x)), (0, 1, 2, 3)))
     return slope.lower(*given()).compile().memory_analysis().temp_size_in_bytes
 
@@ -235,7 +235,7 @@ def test_checkpointed_attention_is_not_kept_in_memory():
 
 
 def test_softmax_inside_checkpoint_is_fused_with_the_product_outside():
-    """It is opened: there is more to find."""
+    """The checkpoint is opened, because the attention extends beyond it."""
 
     def function(query, key, value):
         weights = jax.checkpoint(lambda q, k: jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k)))(query, key)
@@ -256,7 +256,7 @@ def test_checkpoint_without_attention_is_not_opened():
 
 
 def test_running_softmax_in_a_scan_is_not_rewritten():
-    """Blocks of keys by hand: sums that go from step to step are no softmax of a step."""
+    """In blockwise attention by hand, sums that are carried from step to step are not a softmax of one step."""
 
     def function(query, key, value):
         def step(carry, block):
@@ -294,7 +294,7 @@ def test_references_in_loops_are_not_rewritten():
 
 
 def sines(steps, first, second):
-    """Which step it is, for all layers: steps [B, F], first [F, D], second [D, C]."""
+    """Return an embedding of steps [B, F] for all layers, with first [F, D] and second [D, C]."""
     return (jax.nn.silu(jnp.sin(steps) @ first) @ second)[:, None]
 
 
@@ -313,7 +313,7 @@ BESIDE = {
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_non_attention_beside_loops_is_not_fused_and_matches_the_reference(name):
-    """Products of exponentials look like attention of a kind that is refused, where nothing else is there."""
+    """Without other attention, such products of exponentials look like attention that is refused."""
     function = BESIDE[name]
     given = arrays(X, *((LAYERS, *shape) for shape in (INTO, UP, DOWN)), *STEPS)
     assert len(explain(function)(*given).regions) == 1
@@ -329,7 +329,7 @@ def test_explain_names_unopened_products_around_a_loop():
 
 
 def test_unfusible_softmax_beside_a_loop_with_attention_raises_not_fusible():
-    """It is refused as it is elsewhere."""
+    """The loop's attention does not hide the refusal."""
 
     def function(x, keys, weights):
         weights = jax.nn.softmax(jnp.concatenate([x @ keys.mT, x @ x.mT], axis=-1), axis=-1)

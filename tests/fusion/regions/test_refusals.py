@@ -40,19 +40,19 @@ def of_weights(change):
 
 
 def of_more_keys(change):
-    """Of functions that leave out one of 25 keys."""
+    """Return attention to 25 keys, of which `change` leaves out one."""
     function = of_scores(change)
     return lambda query, key, value: function(query, jnp.concatenate([key, key[:, :1]], axis=1), value)
 
 
 def looked_up(places):
-    """An entry of a table of eight for each place."""
+    """Return the entry of a table of eight for each place."""
     table = jnp.broadcast_to(jnp.arange(8.0)[None, None, None], (*places.shape[:-1], 8))
     return jnp.take_along_axis(table, jnp.minimum(places, 7).astype(int), axis=-1)
 
 
 def merged_by_hand(query, key, value):
-    """Two parts of the keys, of as many as there are features or fewer, with a largest score for both."""
+    """Merge attention to two parts of the keys by hand, with one maximum and no more keys than features."""
     scores = [scores_of(query, x) for x in jnp.split(key, 2, axis=1)]
     largest = jnp.maximum(*(x.max(axis=-1, keepdims=True) for x in scores))
     powers = [jnp.exp(x - largest) for x in scores]
@@ -65,19 +65,19 @@ WHOLE_ROWS = "a value computed from all scores of a row outside a softmax, at"
 
 
 def straight_through(weights):
-    """The largest weight alone, with the derivative of all."""
+    """Return a one-hot vector of the largest weight, with the derivative of all weights."""
     largest = jax.nn.one_hot(weights.argmax(axis=-1), TOKENS)
     return jax.lax.stop_gradient(largest - weights) + weights
 
 
 def over_queries(query, key):
-    """The weights of slot attention before they are normalised again, and after: keys are divided among queries."""
+    """Return the weights of slot attention, a softmax along queries, before and after normalisation along keys."""
     weights = jax.nn.softmax(scores_of(query, key), axis=-2) + 1e-8
     return weights, weights / weights.sum(axis=-1, keepdims=True)
 
 
 def slots(query, key, value):
-    """The same with keys first, as slot attention is mostly written, of one head and by hand."""
+    """Return slot attention of one head by hand, with keys first, as it is mostly written."""
     query, key, value = (x[:, :, 0] for x in (query, key, value))
     scores = jnp.einsum("bkh,bqh->bkq", key, query)
     powers = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -86,11 +86,11 @@ def slots(query, key, value):
 
 
 def with_sink(query, key, value, powers, sink, *, is_late):
-    """Exponentials that are divided by their sum and that of a sink.
+    """Return attention whose exponentials are divided by their sum plus that of a sink.
 
     Args:
-        powers, sink: functions of what the largest score has been taken away from.
-        is_late: whether the product is divided in the place of weights.
+        powers, sink: functions of the scores and of the sink's logit, both less the largest score.
+        is_late: whether the product with values is divided instead of the weights.
     """
     scores = scores_of(query, key)
     largest = scores.max(axis=-1, keepdims=True)
@@ -213,7 +213,7 @@ REFUSED = OF_SCORES | OF_WEIGHTS
 def test_messages_name_the_primitive_the_line_and_the_rule(name):
     function, message = REFUSED[name]
     inputs = operands()
-    jax.eval_shape(function, *inputs)  # What is refused is a valid function.
+    jax.eval_shape(function, *inputs)  # The function itself is valid.
     with pytest.raises(NotFusible, match=re.escape(message)) as failure:
         fuse(function)(*inputs)
     assert re.search(r"test_refusals\.py:\d+", str(failure.value))
@@ -229,9 +229,9 @@ def reason_of(case: fusion_refused.Refused, function) -> str:
 @pytest.mark.parametrize("name", fusion_refused.REFUSED)
 def test_refusal_names_the_first_line_that_breaks_a_rule(name):
     case = fusion_refused.REFUSED[name]
-    jax.eval_shape(case.function, *case.operands)  # What is refused is a valid function.
+    jax.eval_shape(case.function, *case.operands)  # The function itself is valid.
     reason = reason_of(case, fuse(case.function))
-    # What a loop runs is refused by a line of its own, after that of the loop.
+    # For a loop, the message names the line of the loop and then the line inside it.
     assert int(re.findall(r"fusion_refused\.py:(\d+)", reason)[-1]) == case.line
     assert str(explain(case.function)(*case.operands)) == f"not fusible: {reason}"
 
@@ -246,7 +246,7 @@ def test_refusal_under_a_transformation_is_the_same(transform):
 
 
 def test_refusal_in_a_shard_map_names_a_rule():
-    """Parts of such a program cannot be tried by themselves, so that what was met first is named."""
+    """Parts of such a program cannot be tried separately, so the message names the first obstacle."""
     case = fusion_refused.REFUSED["best_keys"]
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
@@ -263,7 +263,7 @@ def test_refusal_with_fallback_is_recorded():
 
 
 def test_refusal_of_mixed_weights_names_a_way_that_is_fused():
-    """The weights of each head are multiplied by the values of all, and these products mixed."""
+    """The remedy is to multiply the weights of each head by the values of all heads and to mix these products."""
 
     def function(query, key, value):
         products = jnp.einsum("bnqk,bkmh->bnqmh", fusion_refused.softmax_of(query, key), value)
@@ -276,7 +276,7 @@ def test_refusal_of_mixed_weights_names_a_way_that_is_fused():
 
 
 def joined(query, key, value, sink, first: bool):
-    """A logit without a value, before or after the keys', whose weight is dropped from the right or the wrong end."""
+    """Add a logit without a value before the keys, and drop a weight at the right or the wrong end."""
     logits = jnp.broadcast_to(sink[None, :, None, None], (2, 2, TOKENS, 1))
     weights = softmax_of(jnp.concatenate([logits, scores_of(query, key)], axis=-1))
     return weighted(weights[..., 1:] if first else weights[..., :-1], value)

@@ -1,4 +1,4 @@
-"""Values of queries by keys that are functions of q - k: found, read by distance, and their gradients."""
+"""Tests of values of queries by keys that depend on q - k alone: they are read by distance, with gradients."""
 
 import functools
 
@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize("implementation", ["xla", "triton"])
 
 
 def attention(query, key, value, bias, mask=None):
-    """query [B, T, N, H], key, value [B, S, N, H], bias [B or 1, N or 1, T, S]."""
+    """Return attention of query [B, T, N, H] with key and value [B, S, N, H] and bias [B or 1, N or 1, T, S]."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5 + bias
     scores = scores if mask is None else jnp.where(mask, scores, -jnp.inf)
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
@@ -37,19 +37,19 @@ def distance(query, key):
 
 
 def causal_table(query, key, value, table):
-    """Tiles are left out along diagonals."""
+    """Return causal attention with a table, which skips tiles along diagonals."""
     apart = distance(query, key)
     bias = table[jnp.clip(apart, 0, len(table) - 1)].transpose(2, 0, 1)[None]
     return attention(query, key, value, bias, (apart >= 0)[None, None])
 
 
 def without_heads(query, key, value, table):
-    """A gradient that is added up over batch and heads, in parts."""
+    """Return attention with a table whose gradient is summed over batch and heads, in parts."""
     return attention(query, key, value, jnp.take(table, distance(query, key) + 90, mode="clip")[None, None])
 
 
 def of_each_row(query, key, value, table, offset):
-    """table [B, rows]: a table, and a first position, of each batch index; indices that are filled."""
+    """Return attention with a table [B, rows] and an offset for each batch index, filled outside the table."""
     rows, columns = jnp.arange(query.shape[1])[None, :, None], jnp.arange(key.shape[1])[None, None, :]
     apart = offset[:, None, None] + rows - columns
     bias = jax.vmap(lambda row, index: row.at[index + 60].get(mode="fill", fill_value=-1.0))(table, apart)
@@ -70,7 +70,7 @@ cut.defvjp(lambda x, least: (cut(x, least), (x, least)), _cut_backward)
 
 
 def network(query, key, value, first, second, least):
-    """first [1, hidden], second [hidden, N]: no table at all, and functions with derivatives of their own."""
+    """Return attention with a bias from a network of distances that has functions with custom derivatives."""
     apart = distance(query, key).astype(jnp.float32)[..., None]
     hidden = jax.nn.relu(jnp.sign(apart) * jnp.log1p(jnp.abs(apart)) @ first)
     bias = cut(jnp.sin(hidden) @ second, jnp.broadcast_to(least, (*apart.shape[:2], second.shape[1])))
@@ -78,7 +78,7 @@ def network(query, key, value, first, second, least):
 
 
 def soft_network(query, key, value, first, second):
-    """The derivative of softplus calls the function that softplus is."""
+    """Return attention with a network of distances and softplus, whose custom derivative calls softplus itself."""
     apart = distance(query, key).astype(jnp.float32)[..., None]
     bias = jax.nn.log_sigmoid(jax.nn.softplus(apart / 9 @ first) @ second)
     return attention(query, key, value, jnp.moveaxis(bias, -1, 0)[None])
@@ -90,28 +90,28 @@ def one_hot(query, key, value, table):
 
 
 def two_tables(query, key, value, table, factors, offset):
-    """The first query's position is `offset`."""
+    """Return attention with two tables, in which the first query has position `offset`."""
     apart = (jnp.arange(query.shape[1]) + offset)[:, None] - jnp.arange(key.shape[1])[None, :]
     bias = table[jnp.clip(3 - apart, 0, len(table) - 1)].transpose(2, 0, 1) * factors[jnp.abs(apart)][None]
     return attention(query, key, value, bias[None])
 
 
 def allowed_distances(query, key, value, table, allowed):
-    """allowed bool [T + S - 1]: which tiles are left out is known when the program runs."""
+    """Return attention with a mask, `allowed` [T + S - 1], whose dead tiles are known only at run time."""
     apart = distance(query, key)
     bias = table[jnp.clip(apart, 0, len(table) - 1)].transpose(2, 0, 1)[None]
     return attention(query, key, value, bias, allowed[apart + key.shape[1] - 1][None, None])
 
 
 def of_weights(query, key, value, table):
-    """No softmax: the table is in the weight, behind a factor of the softmax, and in the sigmoid."""
+    """Return attention with sigmoid weights instead of a softmax, with a table in the sigmoid."""
     bias = table[jnp.clip(distance(query, key), 0, len(table) - 1)].transpose(2, 0, 1)[None]
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * 0.25 + bias
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.sigmoid(scores), value)
 
 
 def numpy_indices(query, key, value, table):
-    """Indices and a mask that NumPy makes: constants of the program."""
+    """Return attention with indices and a mask that NumPy makes, which are constants of the program."""
     apart = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])[None, :]
     buckets = np.minimum(np.log2(np.abs(apart) + 1).astype(int), len(table) - 1)
     far = ~((apart > -20) & (apart < 5))
@@ -119,7 +119,7 @@ def numpy_indices(query, key, value, table):
 
 
 def numpy_bias(query, key, value):
-    """A whole bias [N, T, S] as a constant, and a triangle; positions that NumPy makes."""
+    """Return attention with a bias [N, T, S], a triangular mask and positions that NumPy makes."""
     apart = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])[None, :]
     bias = np.exp(-np.abs(apart) / 9)[None] * np.array([1.0, -2.0])[:, None, None]
     lower = jnp.arange(query.shape[1])[:, None] >= jnp.asarray(3 * np.arange(key.shape[1]) + 4)[None, :]
@@ -168,7 +168,7 @@ def result_and_gradients(function, *arguments):
 
 
 def roles(function, *arguments):
-    """Of leaves that have both queries and keys."""
+    """Return the roles of leaves that have both queries and keys."""
     regions = explain(function)(*arguments).regions
     return [leaf.role for region in regions for leaf in region.leaves if leaf.role in ("score", "distance")]
 
@@ -205,7 +205,7 @@ def test_relative_biases_match_the_reference_with_gradients(name, implementation
 
 @BOTH
 def test_relative_biases_in_bfloat16_are_accurate(implementation):
-    """What is read stays as exact as the table; its gradient is rounded by distance, and summed in float32."""
+    """Biases are as exact as the table; their gradients are rounded by distance and summed in float32."""
     given = [*operands(jnp.bfloat16), TABLE.astype(jnp.bfloat16)]
     fused = fuse(causal_table, implementation=implementation)
     found = compiled_quickly(functools.partial(result_and_gradients, fused))(*given)
@@ -229,7 +229,7 @@ def test_relative_biases_under_vmap_over_tables_match_the_reference(implementati
 
 @BOTH
 def test_relative_biases_inside_shard_map_match_the_reference(implementation):
-    """The distances are the same on all devices, the offsets are not."""
+    """The distances are equal on all devices, but the offsets differ."""
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     each, whole = P("rows"), P()
     given = [*operands(), sized(101), jnp.array([3, 9])]
@@ -284,7 +284,7 @@ def test_functions_of_positions_other_than_distance_are_read_as_pairs(index):
 
 
 def test_masks_of_numpy_are_known_while_tracing():
-    """Without leaves of their own, and with the tiles that they rule out."""
+    """Such masks have no leaves, and the tiles that they rule out are known."""
     given = [x[:, :QUERIES] for x in operands()]
     (band,) = explain(numpy_indices)(*given, TABLE).regions
     (triangle,) = explain(numpy_bias)(*given).regions
@@ -340,7 +340,7 @@ def of_positions(query, key, value, table, positions):
 
 @BOTH
 def test_traced_positions_are_read_as_pairs(implementation):
-    """Made by XLA with the keys of a head side by side, as kernels read them."""
+    """XLA makes the bias with the keys of a head contiguous, as kernels read them."""
     given = [*operands(), TABLE, jnp.arange(QUERIES)[::-1]]
     leaves = explain(of_positions)(*given).regions[0].leaves
     assert [(x.role, x.shape) for x in leaves if x.role == "score"] == [("score", (HEADS, QUERIES, KEYS))]
@@ -359,7 +359,7 @@ def test_relative_bias_program_has_no_array_of_queries_by_keys():
 
 
 def test_live_tiles_along_diagonals_cover_the_causal_triangle():
-    """Of the causal triangle only diagonals on and below the main one, each with all of its tiles."""
+    """Only diagonals on and below the main one are live, each with all of its tiles."""
     square = [x[:, :QUERIES] for x in operands()]
     ((region,),) = trace(causal_table, (*square, TABLE), {}).regions.values()
     tile = triton_fused.forward_kernel(region, None).tile
@@ -383,7 +383,7 @@ def test_distance_tile_reads_values_by_distance(rows, keys, columns):
 
 
 def powers(apart, weights):
-    """weights [3, N]"""
+    """Return a bias that is a polynomial of distances with weights [3, N]."""
     scaled = apart.astype(jnp.float32) / 50
     return jnp.moveaxis(jnp.stack([scaled, scaled**2, jnp.ones(apart.shape)], axis=-1) @ weights, -1, 0)
 
@@ -401,7 +401,7 @@ def thresholds(apart, weights):
 
 @pytest.mark.parametrize("bias", [powers, waves, thresholds])
 def test_relative_biases_from_compound_functions_match_the_reference(bias):
-    """Stacks, joins, repetitions, sums and extremes along other axes than those of positions."""
+    """The functions have stacks, repetitions and reductions along axes other than those of positions."""
 
     def function(query, key, value, weights):
         return attention(query, key, value, bias(distance(query, key), weights)[None])

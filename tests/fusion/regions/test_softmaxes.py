@@ -1,4 +1,4 @@
-"""Ways to write a softmax: those that are one, with its gradients, and those that look like one."""
+"""Tests of ways to write a softmax, and of functions that only look like a softmax."""
 
 import functools
 import math
@@ -323,7 +323,7 @@ def test_softmax_lookalikes_raise_not_fusible_and_run_as_written_with_fallback(n
 
 @pytest.mark.parametrize(("hidden", "most"), [(-1e5, 0.004), (-1e6, 0.032), (-1e7, 0.65)])
 def test_rows_masked_by_finite_numbers_lose_bounded_gradient_precision(hidden, most, arrays):
-    """As the guide says: weights are off by the rounding of one number of a row, half a unit in its last place."""
+    """Weights err by the rounding of one number per row, half a unit in its last place, as the guide says."""
     seen = jnp.arange(arrays[0].shape[1]) % 3 > 0
     pairs = (seen[:, None] & seen[None, :])[None, None]
     function = attention_of(lambda x: jax.nn.softmax(jnp.where(pairs, x, x + hidden), axis=-1))

@@ -1,4 +1,4 @@
-"""Softmaxes by hand with one or two things changed at random: what is fused is right, whatever it looks like."""
+"""Tests of softmaxes by hand with random changes: every function that fuses gives the right results."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ SEEDS = [
     pytest.param(range(20, 48), id="others", marks=pytest.mark.exhaustive),
 ]
 FEWEST_FUSED = 0.35
-"""Of the seeds: most changes leave no softmax."""
-# Of one softmax: each choice is this one with a probability of two thirds.
+"""The fraction of seeds that must fuse; most changes leave no softmax."""
+# The choices of an unchanged softmax. Each of them is kept with a probability of two thirds.
 AS_IT_IS = {
     "hidden": "none", "exponential": "exp", "factor": 1.0, "shift": "largest", "weights": "as they are",
     "sum of": "as they are", "beside the sum": "nothing", "guard": "none", "divided": "early", "after": "nothing",
@@ -39,13 +39,13 @@ CHANGES = {
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """Functions are written as their authors do."""
+    """Allow implicit promotion of dtypes and ranks, on which users' functions may rely."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def choices(seed):
-    """What is changed, by what."""
+    """Return the random choice of each part of the softmax."""
     draw = Draws(seed)
     return {
         name: draw(name, options) if draw(f"{name} is changed", (False, False, True)) else AS_IT_IS[name]
@@ -65,7 +65,7 @@ def operands(seed):
 
 
 def attention(chosen, masks):
-    """query [B, N, T, H], key, value, other [B, N, S, H], row [B, N, T, 1], sink [N, 1, 1]."""
+    """Return attention by the chosen softmax; `other` is a second key, `row` is [B, N, T, 1] and `sink` [N, 1, 1]."""
     seen, otherwise = masks
     exponential = jnp.exp if chosen["exponential"] == "exp" else jnp.exp2
     factor = chosen["factor"]

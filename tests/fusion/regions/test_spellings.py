@@ -1,4 +1,4 @@
-"""Functions as they are written elsewhere: what stands between scores and their softmax, in other words and dtypes."""
+"""Tests of attention as other code writes it, with various operations and dtypes between scores and softmax."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ AWAY = POSITIONS[:, None] - POSITIONS[None, :]
 
 
 def attention_of(change):
-    """Attention with scores, or what `change` makes of them and other arrays."""
+    """Return an attention function that applies `change` to scores and other arrays before the softmax."""
 
     def attention(query, key, value, *others):
         return jax.nn.softmax(change(query @ key.mT / 4, *others), axis=-1) @ value
@@ -25,7 +25,7 @@ def attention_of(change):
 
 
 def behind_a_barrier(query, key, value):
-    """The second of two values that pass a barrier together."""
+    """Use the second of two values that pass an optimisation barrier together."""
     _, scores = lax.optimization_barrier((query @ key.mT, key @ query.mT / 4))
     _, weights = lax.optimization_barrier((scores, jax.nn.softmax(scores, axis=-1)))
     return weights @ value
@@ -37,7 +37,7 @@ def three_cases(scores):
 
 
 def one_of_three(query, key, value, which):
-    """which [B], 0, 1 or 2: another function of the scores for each."""
+    """Select one of three functions of the scores by `which` [B]."""
 
     def one(query, key, value, which):
         changes = (lambda x: x, lambda x: 3 * jnp.tanh(x), lambda x: x - jnp.abs(jnp.asarray(AWAY, x.dtype)))
@@ -48,27 +48,27 @@ def one_of_three(query, key, value, which):
 
 
 def wrapped_positions(scores):
-    """Positions of eight bits: 60 - -70 is -126."""
+    """Mask by differences of 8-bit positions, which wrap around: 60 - -70 is -126."""
     position = jnp.asarray(POSITIONS * 10 - 90, jnp.int8)
     return jnp.where(((position[:, None] - position[None, :]) >= 0)[None], scores, -1.0)
 
 
 def sinks_in_base_2(query, key, value, sink):
-    """sink [B]: a further logit of each row, of exp2."""
+    """Return attention by exp2 with a sink [B], a further logit of each row."""
     scores = jnp.concatenate([query @ key.mT / 4, jnp.broadcast_to(sink[:, None, None], (BATCH, TOKENS, 1))], axis=-1)
     power = jnp.exp2(scores - lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     return (power / power.sum(axis=-1, keepdims=True))[..., :-1] @ value
 
 
 def largest_taken_away_twice(query, key, value, sink):
-    """sink [B]: a further logit of each row, as models of Hugging Face have it."""
+    """Subtract the maximum before a softmax with a sink [B] subtracts it again, as models of Hugging Face do."""
     logits = jnp.concatenate([query @ key.mT / 4, jnp.broadcast_to(sink[:, None, None], (BATCH, TOKENS, 1))], axis=-1)
     logits = logits - logits.max(axis=-1, keepdims=True)
     return jax.nn.softmax(logits, axis=-1)[..., :-1] @ value
 
 
 def times_reciprocal(of):
-    """Exponentials times what `of` makes of their sum."""
+    """Return an attention function that multiplies exponentials by `of(total)`, with their sum as `total`."""
 
     def attention(query, key, value):
         scores = query @ key.mT / 4
@@ -79,7 +79,7 @@ def times_reciprocal(of):
 
 
 def divided_last_by_heads(query, key, value):
-    """Tokens before heads in the result, which is divided by sums that have them the other way round."""
+    """Divide a result that has tokens before heads by sums that have heads before tokens."""
     query, key, value = (x.reshape(BATCH, TOKENS, 2, WIDTH // 2) for x in (query, key, value))
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) / 4
     power = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -88,13 +88,13 @@ def divided_last_by_heads(query, key, value):
 
 
 def tied_rows(query, key, value):
-    """Rows of an alignment share their weights: products over rows and features, which do not lie together."""
+    """Share weights between the rows of an alignment: products sum over rows and features, which are not adjacent."""
     scores = jnp.einsum("rth,rsh->ts", query, key) / 8
     return jnp.einsum("ts,rsh->rth", jax.nn.softmax(scores, axis=-1), value)
 
 
 def segments(dtype):
-    """one_hot [B, T, 3]: who belongs together, as a product of whole numbers or truth."""
+    """Return a change that masks by segments, from a product of one_hot [B, T, 3] as integers or booleans."""
 
     def change(scores, one_hot):
         one_hot = one_hot.astype(dtype)
@@ -104,23 +104,23 @@ def segments(dtype):
 
 
 def product_bias(scores, pair, weights):
-    """pair [B, T, T, 2], weights [2, 5]: a bias by a layer, wider than the pairs are."""
+    """Add a bias that a layer with weights [2, 5], wider than the pairs, makes of pair [B, T, T, 2]."""
     return scores + jnp.tanh(pair @ weights).sum(axis=-1)
 
 
 def positions_layer(scores, first, second):
-    """A bias of positions by two layers, as in Swin v2."""
+    """Add a bias that two layers make of positions, as in Swin v2."""
     table = jnp.stack([jnp.asarray(AWAY, jnp.float32), jnp.asarray(AWAY**2, jnp.float32)], axis=-1) / TOKENS
     return scores + (jax.nn.relu(table @ first) @ second)[None, :, :, 0]
 
 
 def windows_apart(scores, mask):
-    """mask [2, T, T]: windows of an image, as in Swin, apart from images for the mask alone."""
+    """Separate windows from images for the sole purpose of adding mask [2, T, T], as in Swin."""
     return (scores.reshape(BATCH // 2, 2, TOKENS, TOKENS) + mask[None]).reshape(scores.shape)
 
 
 def softmax_apart(query, key, value, mask):
-    """As `windows_apart`, with the softmax on axes that are apart."""
+    """Separate windows from images for the softmax as well as for mask [2, T, T]."""
     scores = (query @ key.mT / 4).reshape(BATCH // 2, 2, TOKENS, TOKENS) + mask[None]
     return jax.nn.softmax(scores, axis=-1).reshape(BATCH, TOKENS, TOKENS) @ value
 
@@ -190,7 +190,7 @@ def test_reciprocal_of_another_numerator_raises_not_fusible():
 
 
 def masked_by_rows_and_columns(query, key, value):
-    """The sum over keys is masked by columns as rows of the weights are."""
+    """Mask the sum over keys by columns, but the weights by rows."""
     mask = value[..., 0] > 0
     power = jnp.exp(query @ key.mT / 4)
     total = jnp.where(mask[:, None, :], power, 0).sum(axis=-1, keepdims=True)
@@ -244,7 +244,7 @@ def _scaled(*shape):
 
 
 def _attend(x, query, key, value):
-    """Heads as Flax has them, from projections with biases."""
+    """Return attention of projections with biases, with heads in the layout of Flax."""
     query, key, value = ((x @ w + b[None, None]).reshape(BATCH, TOKENS, 2, WIDTH // 2) for w, b in (query, key, value))
     weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / 3, axis=-1)
     return jnp.einsum("bnts,bsnh->btnh", weights, value).reshape(x.shape)
@@ -262,7 +262,7 @@ def decoder(x, layers):
 
 
 def decoder_of_experts(x, layers):
-    """first, second [E, ..]: a layer of experts for each quarter of the batch."""
+    """Run attention and experts; first and second [E, ..] hold an expert for each quarter of the batch."""
     for *projections, first, second in layers:
         x += _attend(x, *projections)
         hidden = jax.nn.relu(jnp.einsum("etd,edf->etf", x, first[:, : x.shape[-1]]))
@@ -271,7 +271,7 @@ def decoder_of_experts(x, layers):
 
 
 def pairs_and_tokens(x, layers):
-    """Pairs are made of tokens, mixed by a layer, and bias the next attention, as in Evoformer."""
+    """Run layers as in Evoformer: tokens make pairs, which a layer turns into the bias of the next attention."""
     pair = jnp.zeros((BATCH, TOKENS, TOKENS, 40))
     for query, key, value, first, second in layers:
         pair += jnp.tanh(x @ first)[:, :, None] * (x @ first)[:, None]
@@ -320,5 +320,5 @@ def test_fuse_of_empty_arrays_keeps_shapes(shape, implementation):
         return
     output, *gradients = with_gradients(fuse(function, implementation=implementation), arrays)
     assert output.shape == (batch, queries, 8) and [x.shape for x in gradients] == [x.shape for x in arrays]
-    # Of no keys nothing, otherwise the mean of ones, which XLA rounds in the function itself as the processor has it.
+    # Without keys the result is 0. Otherwise it is a mean of ones, whose rounding by XLA depends on the processor.
     np.testing.assert_allclose(output, 0 if keys == 0 else 1, rtol=2 * np.finfo(np.float32).eps)

@@ -1,4 +1,4 @@
-"""Weights without a softmax where no batch axis tells queries, keys and values from a layer's matrices."""
+"""Tests of attention without softmax and batch axis, whose operands look like the matrices of a dense layer."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ QUERIES, KEYS, HEADS, WIDTH, COLUMNS = 21, 37, 3, 8, 5
 
 
 def sigmoid(query, key, value):
-    """query [T, H], key [S, H], value [S, D]."""
+    """Return sigmoid attention of query [T, H], key [S, H] and value [S, D]."""
     return jax.nn.sigmoid(query @ key.T / 3 - 1) @ value
 
 
@@ -34,7 +34,7 @@ def divided_late(query, key, value):
 
 
 def of_heads(query, key, value):
-    """query [N, T, H]: all heads have the same keys and values."""
+    """Return attention of three query heads that share all keys and values."""
     scores = jnp.einsum("nth,sh->nts", jnp.stack([query, 2 * query, -query]), key) - 2
     return jnp.einsum("nts,sd->ntd", jax.nn.silu(scores), value)
 
@@ -78,7 +78,7 @@ def test_unbatched_dense_layers_raise_not_fusible(name):
 
 
 def test_unbatched_sigmoid_attention_beside_a_softmax_is_not_fused():
-    """What may be a layer is computed by XLA where there is attention with a softmax."""
+    """If there is attention with a softmax, XLA computes products that may be a dense layer."""
 
     def model(query, key, value):
         weights = jax.nn.softmax(query @ key.T)

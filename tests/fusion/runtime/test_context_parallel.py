@@ -1,4 +1,4 @@
-"""Fused attention of sequences whose tokens four devices share, or two of them, beside one device."""
+"""Tests that fused attention with tokens shared by two or four devices equals that of one device."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ def operands(batch=1, key_heads=KEY_HEADS, tokens=TOKENS):
 
 
 def attend(query, key, value, mask_of, bias=None):
-    """Query heads as groups of key heads; `mask_of` rows and columns, and a bias [heads, T, S] or [T, S]."""
+    """Return grouped-query attention masked by `mask_of(row, column)`, with a bias [heads, T, S] or [T, S]."""
     batch, tokens, heads, width = query.shape
     query = (query * width**-0.5).reshape(batch, tokens, key.shape[2], -1, width)
     scores = jnp.einsum("btkgh,bskh->bkgts", query, key)
@@ -48,7 +48,7 @@ def window(query, key, value):
 
 
 def documents(query, key, value, number):
-    """`number` says of each token which document it is of."""
+    """Return causal attention within documents; `number` [T] is the document of each token."""
     return attend(query, key, value, lambda row, column: (row >= column) & (number[:, None] == number[None, :]))
 
 
@@ -61,14 +61,14 @@ def biased(query, key, value, bias):
 
 
 def relative(query, key, value, table):
-    """A bias for each head and each distance up to 15."""
+    """Return causal attention with a bias for each head and each distance up to 15."""
     place = jnp.arange(query.shape[1])
     distance = jnp.clip(place[:, None] - place[None, :], -15, 15)
     return biased(query, key, value, table[:, distance + 15])
 
 
 def sinks(query, key, value, logits):
-    """A logit of each head takes part in the softmax, and has no value."""
+    """Return causal attention with a sink: each head has a logit without a value."""
     batch, tokens, heads, width = query.shape
     query = (query * width**-0.5).reshape(batch, tokens, key.shape[2], -1, width)
     scores = jnp.einsum("btkgh,bskh->bkgts", query, key)
@@ -83,7 +83,7 @@ def neighbours(query, key, value):
 
 
 def squared(query, key, value):
-    """Weights that are no softmax."""
+    """Return causal attention with squared ReLU weights instead of a softmax."""
     scores = jnp.einsum("bthd,bshd->bhts", query, key) / TOKENS
     scores = jnp.where(jnp.tri(query.shape[1], dtype=bool), jax.nn.relu(scores) ** 2, 0)
     return jnp.einsum("bhts,bshd->bthd", scores, value)
@@ -95,7 +95,7 @@ def everything(query, key, value):
 
 @functools.cache
 def gradients_of(function, count):
-    """The result and the gradients by the first arrays, of a cotangent that depends on the place.
+    """Return a function that computes the result and the gradients of the first arrays, with a varying cotangent.
 
     Tests share the function, so that JAX compiles it once for one device.
     """
@@ -110,18 +110,18 @@ def gradients_of(function, count):
 def assert_shared(
     function, arrays, specs, kind, context, *, shape=(1, 4), collectives=None, count=3, transform=lambda x: x, **options
 ):
-    """Assert that devices that share tokens compute what one device does, gradients too, and the same twice.
+    """Assert that devices that share tokens match one device in results and gradients, deterministically.
 
     Args:
-        function: of arrays; what is fused.
-        arrays: of one device.
-        specs: of the arrays on the mesh.
-        kind, shape: of the mesh.
-        context: which devices share tokens.
-        collectives: how many of each the program has.
-        count: arrays that have gradients.
-        transform: of what is fused.
-        options: of `fuse`.
+        function: the function of arrays that is fused.
+        arrays: the operands on one device.
+        specs: the partition specs of the operands on the mesh.
+        kind, shape: the kind of the mesh's axes and the mesh's shape.
+        context: the devices that share tokens.
+        collectives: the expected number of each collective in the program.
+        count: the number of arrays that have gradients.
+        transform: a transformation of the plain and of the fused function.
+        options: further options of `fuse`.
     """
     mesh = make_mesh(kind, shape)
     expected = jax.jit(gradients_of(transform(function), count))(*arrays)
@@ -145,7 +145,7 @@ OF_TOKENS = P("model")
 NUMBERS = jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 4, TOKENS)), jnp.int32)
 TABLE, DENSE, LOGITS = random_arrays((HEADS, 31), (TOKENS, TOKENS), (HEADS,))
 EXCHANGES = {"all-to-all": 8}
-# Of an automatic mesh keys and values are gathered for each pass; of an explicit one XLA finds that it is the same.
+# On an automatic mesh keys and values are gathered in each pass; on an explicit one XLA merges these gathers.
 GATHERS = {"automatic": {"all-gather": 4, "reduce-scatter": 2}, "explicit": {"all-gather": 2, "reduce-scatter": 2}}
 ZIGZAG = {"collective-permute": 8}
 
@@ -174,10 +174,10 @@ def test_ulysses_exchanges_tokens_for_key_heads(function, more, kind, collective
     [
         (causal, {}, "automatic", ZIGZAG),
         (causal, {}, "explicit", ZIGZAG),
-        # Which keys are in the prefix is gathered, too.
+        # The keys' prefix membership is gathered too.
         (prefix, {"length": (jnp.int32(10), P())}, "automatic", ZIGZAG | {"all-gather": 6}),
         (everything, {}, "automatic", {}),
-        # What says which document a query is of moves as the query does; of keys it is gathered.
+        # Document numbers of queries move with the queries; those of keys are gathered.
         (documents, {"number": (NUMBERS, OF_TOKENS)}, "explicit", {"all-gather": 3, "collective-permute": 10}),
         (relative, {"table": (TABLE, P())}, "explicit", ZIGZAG | {"all-reduce": 1}),
     ],
@@ -192,20 +192,21 @@ def test_gather_is_chosen_where_devices_do_not_divide_key_heads(function, more, 
 
 
 def count_of(more):
-    """The arrays that have gradients: queries, keys, values and biases."""
+    """Return the number of arrays with gradients: queries, keys, values and biases."""
     return 3 + len(more.keys() & {"table", "bias", "logits"})
 
 
 @pytest.mark.parametrize(
     ("function", "more", "kind", "moves"),
     [
-        # 16 bring rows, keys and values into zigzag order and back. Keys and values travel 3 times in either pass, and
-        # their gradients 4 times.
+        # 16 permutes bring rows, keys and values into zigzag order and back. Keys and values travel 3 times in either
+        # pass, and their gradients 4 times.
         (causal, {}, "automatic", {"collective-permute": 16 + 20}),
         (everything, {}, "explicit", {"collective-permute": 20}),
-        # Keys that no row of any device sees do not travel: once in either pass, and gradients there and back.
+        # Keys that no row of any device sees do not travel. Keys and values travel once in either pass, and gradients
+        # travel there and back.
         (neighbours, {}, "explicit", {"collective-permute": 2 + 2 + 4}),
-        # Numbers of documents travel with the keys.
+        # Document numbers travel with the keys.
         (documents, {"number": (NUMBERS, OF_TOKENS)}, "explicit", {"collective-permute": 36 + 8}),
         (biased, {"bias": (DENSE, OF_TOKENS)}, "automatic", {"collective-permute": 36 + 4}),
         (sinks, {"logits": (LOGITS, P())}, "explicit", {"collective-permute": 36, "all-reduce": 1}),
@@ -303,10 +304,10 @@ def test_context_parallel_triton_kernels_match_one_device():
 @pytest.mark.parametrize(
     ("strategy", "key_heads", "kind", "implementation", "most"),
     [
-        # Kernels round as those of one device do. XLA rounds what lies between fusions, which are not those of one.
+        # Kernels round as on one device. XLA rounds between fusions, and its fusions differ from those on one device.
         ("gather", 2, "explicit", "triton", 1.01),
         ("ulysses", 4, "explicit", "triton", 1.01),
-        # Results are rounded otherwise, since parts of them are merged.
+        # Merging partial results changes their rounding.
         ("ring", 2, "explicit", "triton", 1.1),
         ("gather", 2, "automatic", "xla", 1.2),
     ],
@@ -390,7 +391,7 @@ def test_context_parallel_in_unsupported_places_raises_value_error():
 
 
 def in_shard_map(mesh, specs, check_vma=True, names=("data", "model")):
-    """A fused function of whole arrays, computed by devices that have shards."""
+    """Return a wrapper that runs a fused function on shards inside `jax.shard_map`."""
 
     def wrapped(fused):
         return jax.shard_map(
@@ -414,7 +415,7 @@ def in_shard_map(mesh, specs, check_vma=True, names=("data", "model")):
 )
 @pytest.mark.division("tokens", "gradients", operation="fuse", kind="manual")
 def test_fuse_inside_of_shard_map_equals_one_device(function, strategy, more, check_vma, collectives):
-    """Devices also have batch rows of their own; gradients of replicated operands are sums over all of them."""
+    """Devices also hold different batch rows; gradients of replicated operands are summed over all devices."""
     mesh, rows = make_mesh("automatic", (1 if strategy == "ring" else 2, 4 if strategy == "ring" else 2)), 2
     whole = P("data", "model")
     arrays, specs = (

@@ -1,4 +1,4 @@
-"""Derivatives of fused functions: functions of scores that have their own, and second ones."""
+"""Tests of derivatives of fused functions: custom derivatives of score functions, and higher derivatives."""
 
 import functools
 import importlib.util
@@ -17,7 +17,7 @@ BOTH = pytest.mark.parametrize("implementation", NAMES)
 
 
 def operands() -> list[jax.Array]:
-    """Queries, keys and values [1, 24, 2, 16] of small integers, whose scores are often exactly 0."""
+    """Return queries, keys and values [1, 24, 2, 16] of small integers, whose scores are often exactly 0."""
     generator = np.random.default_rng(0)
     return [jnp.asarray(generator.integers(-1, 2, (1, 24, 2, 16)), jnp.float32) for _ in range(3)]
 
@@ -51,7 +51,7 @@ def assert_same_gradients(function, implementation, inputs=None, tolerance=5e-6)
 
 @jax.custom_vjp
 def clipped(x):
-    """Between -2 and 2, with gradients that pass."""
+    """Clip to [-2, 2], with a custom gradient that is nowhere 0."""
     return jnp.clip(x, -2.0, 2.0)
 
 
@@ -60,7 +60,7 @@ clipped.defvjp(lambda x: (jnp.clip(x, -2.0, 2.0), x), lambda x, cotangent: (cota
 
 @jax.custom_jvp
 def stepped(x, slope):
-    """Whole numbers, with the tangent of what is rounded."""
+    """Round to whole numbers, with the tangent of the value before rounding."""
     return jnp.floor(x * slope + 0.5)
 
 
@@ -78,7 +78,7 @@ def squared_relu(x):
 
 
 def smooth(x):
-    """Of these `softplus` has a derivative of its own, which calls itself."""
+    """Combine smooth functions, of which `softplus` has a custom derivative that calls the function itself."""
     return jax.nn.silu(x) - jax.nn.gelu(x) + jax.nn.softplus(x)
 
 
@@ -103,7 +103,7 @@ def test_weight_functions_keep_their_custom_derivatives(function, implementation
 
 
 def test_relu_without_its_custom_derivative_has_another_gradient():
-    """Where JAX opens `relu`, the derivative at 0 is 1/2."""
+    """Without the custom derivative of `relu`, the derivative at 0 is 1/2."""
     opened = gradients(functools.partial(attention, lambda x: jnp.maximum(x, 0.0)))(*operands())
     kept = gradients(functools.partial(attention, jax.nn.relu))(*operands())
     assert np.abs(opened[0] - kept[0]).max() > 0.01
@@ -125,7 +125,7 @@ def test_vmap_keeps_derivatives(implementation):
 
 @jax.custom_vjp
 def centred(x):
-    """Without the mean along the last axis, as far as values go."""
+    """Subtract the mean along the last axis, with a custom gradient that does not match."""
     return x - x.mean(axis=-1, keepdims=True)
 
 
@@ -150,7 +150,7 @@ def test_custom_derivatives_of_whole_rows_raise_not_fusible(function):
 
 
 def test_custom_derivatives_of_biases_are_kept():
-    """What has no scores is computed as it stands, whatever its derivative is."""
+    """A value that does not depend on scores is computed as written, whatever its derivative is."""
     bias = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 24, 24)), jnp.float32)
     query, key, _ = operands()
 
@@ -199,7 +199,7 @@ def test_custom_derivatives_of_whole_softmaxes_raise_not_fusible(function, reaso
 
 
 def with_sink(query, key, value, bias, sink):
-    """Causal attention with a bias, and a logit without a value."""
+    """Return causal attention with a bias and a logit without a value."""
     scores = scores_of(query, key) * query.shape[-1] ** -0.5 + jnp.tanh(bias)[None]
     scores = jnp.where(jnp.tri(scores.shape[-1], dtype=bool)[None, None], scores, -jnp.inf)
     logits = jnp.broadcast_to(sink[None, :, None, None], (*scores.shape[:3], 1))
@@ -213,7 +213,7 @@ def inputs_with_sink() -> list[jax.Array]:
 
 
 def penalty(function, places, *inputs):
-    """A number made of gradients by some of the inputs."""
+    """Return the sum of squares of the gradients of the inputs at `places`."""
     grads = jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), places)(*inputs)
     return sum(jnp.sum(grad**2) for grad in grads)
 
@@ -223,7 +223,7 @@ def penalty(function, places, *inputs):
     [(None, (0, 1, 2, 3, 4)), ("xla", (0,)), pytest.param("triton", (0, 1, 2, 3, 4), marks=NEEDS_TRITON)],
 )
 def test_second_derivatives_match_the_reference(implementation, places):
-    """Gradients of gradients by every input, also by those that the first gradient is not of."""
+    """Second derivatives cover every input, including those for which no first gradient is taken."""
     inputs = inputs_with_sink()
     fused = fuse(with_sink, implementation=implementation)
     found, expected = (
@@ -249,7 +249,10 @@ def test_third_derivatives_under_vmap_match_the_reference():
 
 
 def test_second_derivatives_with_masked_rows_and_dropout_match_the_reference():
-    """Numbers stay finite, and the mask is that of the forward pass: outputs are linear in values."""
+    """Second derivatives are finite and use the dropout mask of the forward pass.
+
+    Outputs are linear in values, so identity values reveal the dropped weights.
+    """
     query, key, value, *_ = inputs_with_sink()
 
     def function(query, value, rng):

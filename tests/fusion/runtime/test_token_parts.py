@@ -1,4 +1,4 @@
-"""Equations around attention for one of several processes that share tokens."""
+"""Tests of the equations around attention in one of several processes that share tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ TABLE = DRAW.normal(size=(3 * TOKENS, 6)).astype(np.float32)
 
 
 def results_of_part(function, rank, x, *whole):
-    """The results of a flat program whose first argument is the part of a process along axis 1."""
+    """Return the results of a flat program whose first argument is a process's shard along axis 1."""
     closed, _ = flat_jaxpr(function, x, *whole)
     parts = Parts(rank, COUNT)
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -28,18 +28,18 @@ def results_of_part(function, rank, x, *whole):
 
 
 def place(x):
-    """The positions of tokens, [1, T, 1]."""
+    """Return the positions of tokens [1, T, 1]."""
     return jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None]
 
 
 def mixed_with_positions(x, weights, table):
-    """Positions that the function counts, tables by position, and rows of tables that tokens name."""
+    """Combine positions, table rows read by position and table rows that tokens select."""
     named = jnp.abs(3 * x[..., 0]).astype(jnp.int32)
     return x * jnp.cos(place(x)) + table[jnp.arange(x.shape[1]) + 2][None] + table[named]
 
 
 def shared_axes(x, weights, table):
-    """A product of two arrays of tokens for each token, and the largest element."""
+    """Return a dot product of each token with another array, plus the index of the token's largest element."""
     return jnp.einsum("btd,btd->bt", x, x + place(x)) + jnp.argmax(x, -1).astype(jnp.float32)
 
 

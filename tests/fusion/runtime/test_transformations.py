@@ -1,4 +1,4 @@
-"""`fuse` under JAX's transformations, on several devices, and inside modules of Flax."""
+"""Tests of `fuse` under JAX's transformations, on several devices and inside Flax modules."""
 
 import functools
 import importlib.util
@@ -30,12 +30,12 @@ def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
 
 
 def operands() -> list[jax.Array]:
-    """Query, key, value [B, T, N, H], and a bias [N, T, T]."""
+    """Return query, key and value [B, T, N, H] and a bias [N, T, T]."""
     return arrays(*[(ROWS, TOKENS, HEADS, WIDTH)] * 3, (HEADS, TOKENS, TOKENS))
 
 
 def biased(query, key, value, bias):
-    """Causal attention with a bias, soft-capped by a function that has a derivative of its own."""
+    """Return causal attention with a bias and a function of scores, `relu`, that has a custom derivative."""
     scores = jnp.einsum("bqnh,bknh->bnqk", query, key) * query.shape[-1] ** -0.5 + bias[None]
     scores = jax.nn.relu(scores) - 0.1 * scores
     positions = jnp.arange(query.shape[1])
@@ -50,13 +50,13 @@ def of_documents(query, key, value, documents):
 
 
 def results_and_gradients(function, *inputs):
-    """A number, and its gradients by the floating inputs."""
+    """Return a scalar and its gradients with respect to the floating inputs."""
     floating = tuple(i for i, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.floating))
     return jax.value_and_grad(lambda *given: jnp.sum(jnp.sin(function(*given))), floating)(*inputs)
 
 
 def assert_close(found, expected, tolerance=1e-5):
-    # Some gradients are 0 but for rounding: of a bias of keys, for instance.
+    # Some gradients are 0 except for rounding, such as that of the bias of a key projection.
     least = 1e-2 * max(float(np.abs(x).max()) for x in jax.tree.leaves(expected))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(least, np.abs(other).max()))
@@ -76,7 +76,7 @@ EACH_DEVICE = P("rows", None, "heads")
 @pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.division("batch", "heads", "gradients", operation="fuse", kind="manual")
 def test_shard_map_over_batch_and_heads_matches_one_device(implementation, is_checked):
-    """The bias has no axis of rows: its gradient is added up over the devices that share it."""
+    """The bias has no batch axis, so its gradient is summed over the devices that share it."""
     sharded = jax.shard_map(
         fuse(biased, implementation=implementation),
         mesh=mesh(),
@@ -131,7 +131,7 @@ def test_explicit_shardings_match_one_device(implementation):
 
 @EACH
 def test_dropout_under_shard_map_draws_by_local_positions(implementation):
-    """Each device draws what a call of its part would: from its key, at its own places."""
+    """Each device draws the bits that a call with its shard would draw, from its key and its local positions."""
     query, key, value, _ = operands()
     keys = jax.random.split(jax.random.key(0), 2)
 
@@ -153,7 +153,7 @@ def test_dropout_under_shard_map_draws_by_local_positions(implementation):
 
 @EACH
 def test_checkpoint_scan_and_donation_match_the_reference(implementation):
-    """A training step through layers that are recomputed, whose arguments are donated."""
+    """Run a training step through checkpointed layers with donated weights."""
     weights = 0.2 * arrays((2, WIDTH, WIDTH))[0]
     query, _, _, bias = operands()
 
@@ -187,7 +187,7 @@ def test_vmap_of_gradients_matches_the_reference():
 
 
 def test_export_round_trips():
-    """A fused function in a serialised program, where XLA computes it."""
+    """A fused function that XLA computes can be serialised and restored."""
     compute = functools.partial(results_and_gradients, fuse(biased, implementation="xla"))
     exported = jax.export.export(jax.jit(compute), platforms=["cpu"])(*operands())
     restored = jax.export.deserialize(exported.serialize())
@@ -195,7 +195,7 @@ def test_export_round_trips():
 
 
 def test_einops_layouts_match_the_reference():
-    """Axes that are moved and merged by einops, before and after."""
+    """einops moves and merges axes before and after the attention."""
     import einops
 
     def attention(query, key, value):
@@ -214,7 +214,7 @@ def test_einops_layouts_match_the_reference():
 
 @pytest.fixture
 def usual_promotion():
-    """Flax needs JAX's usual promotion, which the other tests go without."""
+    """Allow JAX's usual promotion, which Flax needs and the other tests do without."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -248,7 +248,7 @@ def test_linen_attention_modules_match_the_reference(usual_promotion):
 
 
 def test_fused_functions_inside_nnx_modules_match_the_reference(usual_promotion):
-    """A fused method: parameters of the module are arguments, as JAX sees them."""
+    """The fused function inside the module receives the module's parameters as arguments."""
 
     class Attention(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):

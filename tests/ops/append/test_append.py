@@ -1,4 +1,4 @@
-"""Appending to a paged cache: every implementation against exact results, in place, and JAX's transformations of it."""
+"""Appending to a paged cache: accuracy of every implementation, in-place writes and JAX's transformations."""
 
 import dataclasses
 import functools
@@ -125,7 +125,7 @@ def test_append_clips_query_lengths(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_append_rounds_float8_to_nearest_even_and_saturates(dtype, implementation):
-    """Halfway between two numbers the even one, beyond the largest that, below the smallest zero; NaN stays NaN."""
+    """Ties round to even. Values out of range saturate or become 0, and NaN stays NaN."""
     case = AppendCase(before=(0,), new=(1,), key_heads=1, head_dim=1024, dtype="float32", key_dtype=dtype, value_dim=4)
     arguments = case.arguments()
     numbers = np.arange(256, dtype=np.uint8).view(arguments["key_pages"].dtype).astype(np.float32)
@@ -174,7 +174,7 @@ def test_append_with_nothing_to_write_keeps_the_pages(pages, tokens, implementat
 
 
 def test_moba_over_appended_centroids_matches_moba_over_all_keys():
-    """MoBA over a cache and means that grew in two steps is the last rows of MoBA over all keys."""
+    """MoBA over a cache that grew in two steps matches the last rows of MoBA over all keys."""
     generator = np.random.default_rng(0)
     query, key, value = (jnp.asarray(generator.normal(size=(2, 70, 2, 16)), jnp.float32) for _ in range(3))
     pool, centroids = jnp.full((20, 8, 2, 16), jnp.nan), jnp.full((2, 5, 2, 16), jnp.nan)
@@ -201,7 +201,7 @@ def test_moba_over_appended_centroids_matches_moba_over_all_keys():
 
 
 def test_paged_attention_over_appended_tokens_matches_the_reference():
-    """A cache grown token by token is one to attend to, with the very scales that were appended."""
+    """The cache grows token by token, and attention uses the scales that were appended."""
     generator = np.random.default_rng(0)
     query, key, value = (jnp.asarray(generator.normal(size=(2, 9, 1, 16)), jnp.float32) for _ in range(3))
     pages = [jnp.full((8, 4, 1, 16), jnp.nan, dtype) for dtype in (E4M3, "float32")]
@@ -227,7 +227,7 @@ def test_paged_attention_over_appended_tokens_matches_the_reference():
 
 
 def grown_in_place(case, implementation):
-    """A function of what is written, to be donated, and of the other arguments."""
+    """Return a compiled function of the written arrays, which are donated, and of the other arguments."""
     return jax.jit(lambda written, others: case.append(implementation)(**written, **others), donate_argnums=0)
 
 
@@ -251,7 +251,7 @@ def test_append_writes_donated_pages_in_place(name):
 @needs_triton
 @pytest.mark.parametrize("name", ["one token", "centroids, packed, rotary, computed scales"])
 def test_append_lowers_to_one_kernel_on_donated_pages(name):
-    """Lowered for a GPU that need not be here: one launch, whose results are its own operands, themselves donated."""
+    """The call is lowered for a GPU that may be absent. One launch writes to its own operands, which are donated."""
     case = CASES[name]
     written, others = split_arguments(case)
     with compile_target(90):
@@ -260,7 +260,7 @@ def test_append_lowers_to_one_kernel_on_donated_pages(name):
     assert text.count("triton_kernel_call_ffi") == 1
     donated = set(re.findall(r"(%arg\d+): tensor<\S+> {tf.aliasing_output", text))
     assert len(donated) == len(case.written)
-    # Pages go from the arguments to the kernel, through no operation, and the kernel writes where it reads them.
+    # Pages go from the arguments to the kernel without another operation, and the kernel writes where it reads.
     operands = re.search(r"@triton_kernel_call_ffi\((.*?)\)", text)[1].split(", ")
     written_operands = {operands[int(place)] for place in re.findall(r"operand_index = (\d+)", text)}
     assert written_operands == donated
@@ -462,7 +462,6 @@ def test_append_in_float64_with_triton_raises_not_implemented_error():
 
 
 def test_eight_bit_float_table_matches_ml_dtypes():
-    """The table of eight-bit dtypes has the limits of ml_dtypes."""
     for name, narrow in EIGHT_BIT_FLOATS.items():
         limits = ml_dtypes.finfo(name)
         assert narrow == EightBitFloat(float(limits.max), limits.nmant, float(limits.smallest_normal))

@@ -86,7 +86,7 @@ def rotary_cases(draw) -> RotaryCase | None:
 
 @st.composite
 def cases(draw, longest: int, dtypes: tuple[str, ...]) -> Case:
-    """Any call: sequences up to `longest` tokens, empty and one-token ones included."""
+    """Draw any call with sequences of up to `longest` tokens, including empty and one-token ones."""
     layout = draw(st.sampled_from(["batch", "offsets", "lengths"]))
     block_size = draw(st.integers(1, 40))
     length = st.one_of(st.sampled_from([0, 1, block_size]), st.integers(0, longest))
@@ -123,7 +123,7 @@ def test_drawn_cases_are_accurate(implementation, data):
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(data=st.data())
 def test_drawn_cases_in_interpreters_are_accurate_or_declined(implementation, data):
-    """Kernels take what they declare, and say what they do not take."""
+    """Kernels either compute a call or decline it with an error that names the implementation."""
     case = data.draw(cases(longest=24, dtypes=("float32", "bfloat16", "float16")))
     try:
         results = case.results(implementation)
@@ -136,7 +136,7 @@ def test_drawn_cases_in_interpreters_are_accurate_or_declined(implementation, da
 @pytest.mark.parametrize("implementation", INTERPRETED)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_interpreted_kernels_are_accurate(implementation, dtype):
-    """A call that every kernel supports."""
+    """Every kernel supports this call."""
     case = Case(lengths=(64, 64), block_size=64, head_dim=64, dtype=dtype, query_heads=2, key_heads=1)
     assert_accurate(case, case.results(implementation), case.operands())
 
@@ -167,7 +167,7 @@ def poisoned_cases() -> dict[str, Case]:
 
 
 def poisoned_names(implementation: str) -> list[str]:
-    """Cases that an implementation takes: Pallas has kernels of whole tiles only."""
+    """Return the cases that an implementation supports. Pallas only has kernels of whole tiles."""
     return [name for name in poisoned_cases() if implementation != "pallas" or name.startswith("whole tiles")]
 
 

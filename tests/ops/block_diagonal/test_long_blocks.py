@@ -1,4 +1,4 @@
-"""Blocks of more than 256 rows: values, gradients, transformations, and how they are laid out for the kernels."""
+"""Blocks of more than 256 rows: values and gradients, transformations, and their layout for the kernels."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ CASES = {
     ),
 }  # fmt: skip
 
-# Few tiles: the interpreter takes some milliseconds for each.
+# There are few tiles, because the interpreter takes some milliseconds for each.
 INTERPRETED = {
     "full blocks": Case(
         lengths=(600,), block_size=300, query_heads=2, key_heads=1, dtype="bfloat16", is_causal=True
@@ -86,7 +86,7 @@ def test_array_implementations_are_accurate(name):
 
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted_kernels_are_accurate_and_repeatable(name):
-    """Accurate, and the same bit by bit when run again."""
+    """A second run gives the same bits."""
     case = INTERPRETED[name]
     operands = case.operands()
     first = case.results("triton")
@@ -129,7 +129,7 @@ def test_mapped_calls_equal_single_calls():
 
 
 def test_second_derivatives_match_the_reference():
-    """With the log-sum-exp kept for the first ones, which the second ones must see through."""
+    """First derivatives keep the log-sum-exp, which second derivatives must differentiate as well."""
     case = Case(lengths=(270, 9), layout="lengths", block_size=270, query_heads=1, key_heads=1)
     query, key, value, cotangent = case.operands()
 
@@ -155,7 +155,7 @@ def test_checkpoint_policy_that_saves_the_output_skips_the_forward_pass():
         attend = jax.checkpoint(case.attend("triton"), **options)
         program = jax.make_jaxpr(functools.partial(value_and_gradients, attend))(*operands, cotangent)
         names = [e.params["spec"].name for e in equations(program.jaxpr) if e.primitive is jax_call.launch_p]
-        # The branches of a platform have one launch each.
+        # The program has a branch with these launches for each platform, so the counts are divided.
         return names.count("fused_forward") / names.count("fused_rows")
 
     assert launches(policy=keep) == 1
@@ -163,7 +163,7 @@ def test_checkpoint_policy_that_saves_the_output_skips_the_forward_pass():
 
 
 def test_shard_map_over_the_batch_matches_one_device():
-    """On two devices, with a key and value that both have: their gradients are added up."""
+    """Two devices share a key and a value, whose gradients are summed."""
     case = CASES["full blocks"]
     query, key, value, cotangent = case.operands()
     mesh = jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -185,7 +185,7 @@ def test_shard_map_over_the_batch_matches_one_device():
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_fused_projection_matches_separate_projections(implementation):
-    """A packed buffer, which this attention takes apart."""
+    """This attention splits the packed buffer."""
     x = jax.random.normal(jax.random.key(0), (270, 8))
     w_qkv = jax.random.normal(jax.random.key(1), (8, 4 * 16)) / 4
 
@@ -207,7 +207,7 @@ def test_fused_projection_matches_separate_projections(implementation):
 
 
 def equations(jaxpr):
-    """All equations of a program, those of calls and loops included."""
+    """Yield all equations of a program, including those of calls and loops."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():
@@ -220,7 +220,7 @@ def equations(jaxpr):
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("layout", ["batch", "lengths"])
 def test_largest_array_is_linear_in_tokens(implementation, layout):
-    """No array of the forward or backward pass grows faster: not with the longest block, nor with all tokens."""
+    """Arrays of the forward and backward pass do not grow quadratically with the tokens or the block length."""
 
     def largest(tokens):
         case = Case(
@@ -235,7 +235,7 @@ def test_largest_array_is_linear_in_tokens(implementation, layout):
 
 
 def problem_of(case: Case) -> BlockDiagonalProblem:
-    """The description of a case."""
+    """Return the problem of a case."""
     query, key, *_ = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.operands())
     packing = {"sequence_offsets": None, "block_lengths": None} | case.packing
     return describe_call(
@@ -245,13 +245,16 @@ def problem_of(case: Case) -> BlockDiagonalProblem:
 
 PROBLEM = problem_of(Case(lengths=(600,), block_size=300))
 
-# Blocks of up to 300 rows in windows for which they are begun anew after some 500 rows.
+# Blocks have up to 300 rows, and a new window begins after about 500 rows.
 TOKENS, NUM_BLOCKS, LONGEST = 2600, 8, 300
 
 
 @functools.cache
 def windowed(alignment):
-    """Which token each row of each window holds, from 1, 0 where none; back to tokens; and the segments."""
+    """Return a function that places blocks in windows.
+
+    It returns the token of each window row (from 1, or 0 for none), these numbers by token, and the segments.
+    """
     problem = dataclasses.replace(PROBLEM, tokens=TOKENS, block_size=LONGEST, sequence_length=None, num_tiles=17)
     capacity = 512 // alignment * alignment
     sizes = WindowSizes(alignment, capacity, capacity + -(-LONGEST // alignment) * alignment, 3600 // capacity)
@@ -268,7 +271,7 @@ def windowed(alignment):
 @pytest.mark.parametrize("alignment", [32, 128])
 @hypothesis.given(data=st.data())
 def test_windows_place_every_token_once_and_separate_blocks(alignment, data):
-    """Whatever the lengths are, every token has one place, tiles hold rows of one block, and segments are blocks."""
+    """Every token has one place, tiles have rows of one block, and segments match blocks."""
     length = st.one_of(st.sampled_from([0, 1, LONGEST]), st.integers(0, LONGEST))
     lengths = np.asarray(data.draw(st.lists(length, min_size=NUM_BLOCKS, max_size=NUM_BLOCKS)), np.int32)
     placed, back, query_segments, key_segments = map(np.asarray, windowed(alignment)(lengths))
@@ -280,7 +283,7 @@ def test_windows_place_every_token_once_and_separate_blocks(alignment, data):
     block = np.where(is_token, np.searchsorted(np.cumsum(lengths), placed - 1, side="right") + 1, 0)
     assert all(len(set(run) - {0}) <= 1 for run in block.reshape(-1, alignment))
     seen = query_segments[:, :, None] == key_segments[:, None, :]
-    # No query, of a token or not, sees a key that is none, and tokens see the keys of their block.
+    # No query row, with or without a token, sees a key row without a token. Tokens see the keys of their block.
     assert not (seen & ~is_token[:, None, :]).any()
     same = (block[:, :, None] == block[:, None, :]) & is_token[:, None, :]
     np.testing.assert_array_equal(seen[is_token], same[is_token])
@@ -300,7 +303,7 @@ def test_windows_are_few_and_small():
 
 
 def test_attention_over_several_windows_is_accurate():
-    """The attention of windows that hold few blocks each is that of one window."""
+    """Each window holds only a few of the blocks."""
     case = Case(lengths=(300, 40, 0, 270, 33, 300), layout="lengths", block_size=300, padding=5, is_causal=True)
     query, key, value, _ = operands = case.operands()
     problem = problem_of(case)
@@ -314,7 +317,7 @@ def test_attention_over_several_windows_is_accurate():
 
 @pytest.mark.parametrize(("block_size", "length", "expected"), [(300, 100, 256), (1000, 700, 700), (300, 700, 300)])
 def test_block_size_is_limited_by_the_sequence_length(block_size, length, expected):
-    """So that what fits into one tile of scores is computed in one, whatever the caller allows for."""
+    """Blocks that fit into one tile of scores are computed in one, even if the caller allows longer blocks."""
     assert problem_of(Case(lengths=(length, length), block_size=block_size)).block_size == expected
     packed = problem_of(Case(lengths=(length - 7, 7), layout="offsets", block_size=block_size))
     assert packed.block_size == expected
@@ -332,7 +335,7 @@ def test_capabilities_of_long_blocks_name_the_limits():
 
 
 def test_long_block_kernels_fit_hopper():
-    """Compiled for an H100: lists of tiles, matrix instructions, no accesses to local memory."""
+    """The kernels, compiled for an H100, use lists of tiles and matrix instructions and no local memory in loops."""
     case = Case(
         lengths=(2000, 96), layout="lengths", block_size=2000, head_dim=64, dtype="bfloat16", query_heads=4,
         is_causal=True,
@@ -360,7 +363,7 @@ def test_long_block_kernels_fit_hopper():
 
 
 def test_chunked_kernels_of_long_blocks_are_accurate():
-    """As torch launches them natively."""
+    """torch launches these kernels natively."""
     case = INTERPRETED["lengths"]
     query, key, value, cotangent = operands = case.operands()
     problem = problem_of(case)

@@ -28,7 +28,7 @@ fused = functools.partial(
 
 
 def operands(*tokens_shape: int, dtype=jnp.float32) -> tuple[jax.Array, ...]:
-    """x, w_qkv, bias and a cotangent of the output."""
+    """Return x, w_qkv, bias and a cotangent of the output."""
     generator = np.random.default_rng(0)
     shapes = (*tokens_shape, MODEL), (MODEL, COLUMNS), (COLUMNS,), (*tokens_shape, HEADS, HEAD_DIM)
     x, w_qkv, bias, cotangent = (generator.normal(size=shape).astype(np.float32) for shape in shapes)
@@ -36,7 +36,7 @@ def operands(*tokens_shape: int, dtype=jnp.float32) -> tuple[jax.Array, ...]:
 
 
 def separate(x, w_qkv, bias=None, **options):
-    """The same from three parts, differentiated by JAX."""
+    """Compute the fused function from three separate parts, which JAX differentiates."""
     projected = jnp.matmul(x, w_qkv, precision="highest")
     if bias is not None:
         projected = projected + jnp.broadcast_to(bias, projected.shape)
@@ -57,13 +57,13 @@ def options_of(kind: str, tokens: int) -> dict:
 
 
 def compiled_gradients(function, **options):
-    """Output and gradients, as one program."""
+    """Return a compiled function that computes the output and the gradients."""
     return compiled_quickly(functools.partial(value_and_gradients, functools.partial(function, **options)))
 
 
 @functools.cache
 def three_parts(kind: str, with_bias: bool) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Operands, and what three parts give for them."""
+    """Return operands and the results of `separate` for them."""
     x, w_qkv, bias, cotangent = operands(*((20,) if kind in ("packed", "lengths") else (2, 20)))
     arrays = (x, w_qkv, bias, cotangent) if with_bias else (x, w_qkv, cotangent)
     return arrays, compiled_gradients(separate, **options_of(kind, 20))(*arrays)
@@ -137,7 +137,7 @@ def test_forward_mode_raises_type_error_with_the_supported_implementation():
 
 
 def test_explicit_shardings_match_one_device():
-    """Batch rows are computed where they are; gathered weights get the sum of their gradients."""
+    """Each device computes its batch rows. Weights are gathered, and their gradients are summed."""
     x, w_qkv, bias, cotangent = operands(4, 12)
     expected = compiled_gradients(fused)(x, w_qkv, bias, cotangent)
     kinds = (jax.sharding.AxisType.Explicit,)
@@ -160,7 +160,7 @@ def test_empty_input_gives_empty_output_and_zero_gradients():
 
 
 def test_nan_stays_in_its_sequence():
-    """NaN in one sequence reaches the weight's gradient, as it must, but no other sequence's output or gradient."""
+    """NaN in one sequence reaches the weight gradient, but not another sequence's output or gradient."""
     x, w_qkv, bias, cotangent = operands(2, 20)
     run = compiled_gradients(fused)
     clean = run(x, w_qkv, bias, cotangent)
@@ -171,7 +171,10 @@ def test_nan_stays_in_its_sequence():
 
 @pytest.mark.parametrize("block_size", [8, 80])
 def test_kernels_read_and_write_the_projected_buffer(block_size):
-    """One tile, and chunks, whose two backward launches share the buffer. No part is copied out or put together."""
+    """Kernels use one tile, or chunks with two backward launches that share the buffer.
+
+    No part of the buffer is copied out or concatenated.
+    """
     tensors = operands(20)
     results = {
         implementation: compiled_gradients(fused, block_size=block_size, implementation=implementation)(*tensors)

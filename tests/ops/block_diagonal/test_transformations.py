@@ -30,7 +30,7 @@ def assert_close(actual, expected, tolerance: float = 2e-5):
 
 
 def loop(function, in_axes, *arrays):
-    """What `jax.vmap` means: one call for each element, stacked."""
+    """Call the function once for each element and stack the results, which defines `jax.vmap`."""
     size = next(x.shape[axis] for x, axis in zip(arrays, in_axes, strict=True) if axis is not None)
     results = []
     for i in range(size):
@@ -39,12 +39,12 @@ def loop(function, in_axes, *arrays):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
 
-# Unmapped calls of one function are compiled once for every way to map it.
+# Each function is compiled once for all ways to map it.
 compiled_once = functools.cache(compiled_quickly)
 
 
 def assert_mapped_is_looped(function, in_axes, *arrays):
-    """`jax.vmap` of a function means what `loop` does; each of both is compiled as one program."""
+    """Assert that `jax.vmap` of a function matches `loop`, with both functions compiled."""
     mapped = compiled_quickly(jax.vmap(function, in_axes))(*arrays)
     assert_close(mapped, loop(compiled_once(function), in_axes, *arrays))
 
@@ -66,7 +66,7 @@ def test_vmap_of_batched_operands_matches_a_loop(in_axes, function):
 
 @functools.cache
 def packed_gradients(tables):
-    """Output and gradients of a packed call with tables of some kind."""
+    """Return a function that computes output and gradients of a packed call with tables of this kind."""
 
     def function(query, key, value, offsets, cos, sin, positions):
         rotary = Rotary(
@@ -113,7 +113,7 @@ def test_vmap_of_equal_sequences_with_mapped_tables_matches_a_loop(case_rotary):
 
 
 def test_tables_too_short_for_traced_offsets_clamp_alike_under_vmap():
-    """A row that does not exist reads the last row of the element's own table, not another element's table."""
+    """Rows beyond the table read the last row of the element's own table, not another element's table."""
     query, key, value = random_arrays((2, 20, 2, 8), (2, 20, 2, 8), (2, 20, 2, 8))
     cos, sin = random_arrays((2, 5, 4), (2, 5, 4), seed=1)
     offsets = jnp.asarray([0, 20], jnp.int32)
@@ -151,7 +151,7 @@ def test_gradient_of_vmap_with_shared_key_and_value_matches_a_loop(packed):
 
 
 def test_vmap_folds_into_one_call():
-    """Mapped elements become tokens of one call: the products of the program are those of an unmapped call."""
+    """Mapped elements become tokens of one call, so the program has the products of an unmapped call."""
     query, key, value = random_arrays((6, 2, 16, 2, 8), (6, 2, 16, 2, 8), (6, 2, 16, 2, 8))
     lowered = jax.jit(jax.vmap(attend)).lower(query, key, value).as_text()
     assert len(re.findall("dot_general", lowered)) == 2
@@ -263,7 +263,7 @@ def test_gradients_have_the_dtype_of_the_operands(dtype):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_residuals_are_the_operands(packed):
-    """Nothing but the arguments, and for packed calls a small tile table, is kept for the backward pass."""
+    """Only the arguments, and for packed calls a small tile table, are kept for the backward pass."""
     query, key, value = random_arrays((64, 4, 8), (64, 2, 8), (64, 2, 8))
     packing = {"sequence_offsets": jnp.asarray([0, 10, 64], jnp.int32)} if packed else {}
     _, pull_back = jax.vjp(lambda *x: attend(*x, **packing), query, key, value)
@@ -277,7 +277,7 @@ def test_residuals_are_the_operands(packed):
 
 
 def count_softmaxes(function, *arguments) -> int:
-    """Attention computations in a program: each, forward or backward, has one exponential."""
+    """Count the attention computations in a program: each one, forward or backward, has one exponential."""
     return jax.jit(function).lower(*arguments).compile().as_text().count(" exponential(")
 
 
@@ -306,7 +306,10 @@ def test_checkpoint_policy_that_saves_the_output_skips_the_forward_pass(policy, 
 
 @pytest.mark.parametrize(("names", "expected"), [((), 3), ((BLOCK_DIAGONAL_OUTPUT,), 2)])
 def test_training_step_launches_two_kernels_when_the_output_is_saved_and_three_otherwise(names, expected):
-    """One forward and one backward kernel, lowered for a Hopper GPU that need not be here."""
+    """The step is lowered for a Hopper GPU that may be absent.
+
+    It has a forward and a backward kernel, and repeats the forward kernel if the output is not saved.
+    """
     if BLOCK_DIAGONAL.implementations["triton"].why_unavailable():
         pytest.skip(BLOCK_DIAGONAL.implementations["triton"].why_unavailable())
     (query,) = random_arrays((2, 128, 2, 64), dtype=jnp.bfloat16)
@@ -354,7 +357,7 @@ def test_new_offsets_do_not_recompile():
 
 
 def test_concrete_offsets_do_not_change_the_program():
-    """Called outside jit, too, values of offsets are checked but not compiled in."""
+    """Outside of jit, too, values of offsets are checked but not compiled in."""
     from blockdiag.ops.block_diagonal.api import _attention
 
     query, key, value = random_arrays((40, 2, 8), (40, 2, 8), (40, 2, 8))
@@ -366,7 +369,7 @@ def test_concrete_offsets_do_not_change_the_program():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_grouped_heads_are_not_repeated_and_scores_stay_in_blocks(packed):
-    """No array of the program is as large as repeated keys, let alone [T, T]."""
+    """No operand is broadcast to the size of repeated keys, and no array is [T, T]."""
     tokens, heads, head_dim, block_size = 1024, 8, 64, 16
     query, key, value, cotangent = random_arrays(
         (tokens, heads, head_dim), (tokens, 1, head_dim), (tokens, 1, head_dim), (tokens, heads, head_dim)
@@ -452,7 +455,7 @@ def explicit_mesh() -> jax.sharding.Mesh:
 
 @functools.cache
 def unsharded(implementation):
-    """Operands of `test_explicit_shardings_match_one_device`, a function of them, and its results on one device."""
+    """Return operands, a function of them, and its results on one device."""
     operands = random_arrays((4, 12, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), (4, 12, 4, 8))
     rotary = Rotary(*random_arrays((4, 12, 4), (4, 12, 4), seed=1), per_token=True)
     call = functools.partial(attend, rotary=rotary, implementation=implementation)
@@ -460,7 +463,7 @@ def unsharded(implementation):
     return operands, compute, compiled_quickly(compute)(*operands)
 
 
-# Every two of the three choices in some test: all combinations of them take a minute.
+# Every pair of the three choices occurs in some case, because all combinations would take a minute.
 @pytest.mark.parametrize(
     ("spec", "implementation", "is_jitted"),
     [
@@ -482,7 +485,7 @@ def unsharded(implementation):
     ],
 )
 def test_explicit_shardings_match_one_device(spec, implementation, is_jitted):
-    """Each device computes its batch rows and heads; results are sharded as the operands are."""
+    """Each device computes its batch rows and heads, and results are sharded like the operands."""
     operands, compute, expected = unsharded(implementation)
     compute = jax.jit(compute) if is_jitted else compute
     with jax.set_mesh(explicit_mesh()):
@@ -494,7 +497,7 @@ def test_explicit_shardings_match_one_device(spec, implementation, is_jitted):
 
 
 def test_explicit_shardings_of_the_query_alone_match_one_device():
-    """Replicated keys and values follow the query's sharding; their gradients are replicated again, and summed."""
+    """Replicated keys and values follow the query's sharding. Their gradients are summed and replicated."""
     query, key, value, cotangent = random_arrays((4, 12, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), (4, 12, 4, 8))
     compute = functools.partial(value_and_gradients, attend)
     expected = compute(query, key, value, cotangent)

@@ -1,4 +1,4 @@
-"""Key convolution: every implementation against exact results, and JAX's transformations of it."""
+"""Key convolution: accuracy of every implementation, and JAX's transformations."""
 
 import dataclasses
 import functools
@@ -88,7 +88,7 @@ def test_zero_weights_return_the_key():
 
 @functools.cache
 def small_call(implementation):
-    """The compiled call of `SMALL`, and its results."""
+    """Return the compiled call of `SMALL` and its results."""
     run = compiled_quickly(functools.partial(value_and_gradients, SMALL.convolve(implementation)))
     return run, run(*SMALL.operands())
 
@@ -99,7 +99,7 @@ def test_nan_and_inf_stay_in_their_sequence(implementation, poison):
     case = SMALL
     *inputs, cotangent = case.operands()
     rows = np.zeros(case.tokens, bool)
-    rows[3:20] = True  # the third sequence, its neighbours are clean
+    rows[3:20] = True  # the third sequence; its neighbours are clean
     rows[-case.padding :] = True
     key, poisoned_cotangent = (jnp.where(rows[:, None, None], poison, x) for x in (inputs[0], cotangent))
     run, clean = small_call(implementation)
@@ -122,7 +122,7 @@ def test_nan_in_padding_reaches_no_gradient(implementation):
 
 @functools.cache
 def call_with_offsets(implementation):
-    """The compiled call with offsets among its arguments."""
+    """Return the compiled call with offsets among its arguments."""
 
     def convolve(key, weights, offsets, cotangent):
         call = functools.partial(key_convolution, sequence_offsets=offsets, implementation=implementation)
@@ -134,7 +134,10 @@ def call_with_offsets(implementation):
 @pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "reference"])
 @pytest.mark.parametrize("offsets", [[5, 12], [0, 18, 6, 21], [-4, 7, 59], [7], [0, 0, 0]])
 def test_traced_invalid_offsets_are_clipped_and_sorted(offsets, implementation):
-    """Rows before the first offset and after the last belong to no sequence; others are clipped and sorted."""
+    """Offsets are clipped and made non-decreasing.
+
+    Rows before the first offset and after the last one belong to no sequence.
+    """
     key, weights, cotangent = ConvolutionCase(lengths=(24,), size=4).operands()
     operands = key[0], weights, jnp.asarray(offsets, jnp.int32), cotangent[0]
     edges = np.maximum.accumulate(np.clip(offsets, 0, 24))
@@ -173,7 +176,7 @@ def assert_close(actual, expected, tolerance=2e-5):
 
 
 def loop(function, in_axes, *operands):
-    """What `jax.vmap` means: one call for each element, stacked."""
+    """Call the function once for each element and stack the results, which defines `jax.vmap`."""
     size = next(x.shape[axis] for x, axis in zip(operands, in_axes, strict=True) if axis is not None)
     results = []
     for i in range(size):
@@ -313,7 +316,7 @@ def test_new_offsets_do_not_recompile():
 @needs_triton
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 3), ("float64", 0)])
 def test_training_step_launches_three_kernels_and_none_in_float64(dtype, expected):
-    """Forward, backward and the sum of the weights' gradient, lowered for a Hopper GPU that need not be here."""
+    """The kernels compute the forward pass, the backward pass and the sum of the weight gradient."""
     with jax.enable_x64(True):
         key, weights, cotangent = dataclasses.replace(CASES["batch"], dtype=dtype).operands()
         step = jax.jit(functools.partial(value_and_gradients, key_convolution))

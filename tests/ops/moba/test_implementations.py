@@ -57,7 +57,8 @@ CASES = {
 }
 
 
-# What the interpreter has time for: every branch of the kernels. Calls without queries or blocks never reach them.
+# The interpreter has time for these cases, which reach every branch of the kernels. Calls without queries or blocks
+# never reach the kernels.
 INTERPRETED_CASES = (
     "more slots than blocks",
     "grouped heads",
@@ -74,7 +75,10 @@ INTERPRETED_CASES = (
 
 
 def pairs_of(names) -> list[tuple[str, str]]:
-    """Implementations with the cases that each is tested on; one case's together, which share what is expected."""
+    """Return pairs of implementation and tested case.
+
+    Pairs of one case are adjacent, because they share the expected results.
+    """
     return [
         (implementation, name)
         for name in names
@@ -90,7 +94,7 @@ def test_output_and_gradients_are_accurate(implementation, name):
     assert_accurate(case, case.results(implementation), case.operands())
 
 
-# What matters to routing and lists: neither head dimensions nor scales, nor edits, which replace the routing.
+# Head dimensions and scales do not matter to routing and lists. Edits do not matter either: they replace the routing.
 ROUTED = [name for name in CASES if not name.startswith(("edited", "one key head"))]
 LISTED = [
     "grouped heads",
@@ -104,11 +108,11 @@ LISTED += ["no keys", "padding only, spare blocks"]
 
 
 def tables_agree(case: MoBACase, *arguments: jax.Array) -> None:
-    """The tables of array code against those of a loop over tokens."""
+    """Assert that the tables of array code equal those of a loop over tokens."""
     make = compiled_quickly(functools.partial(moba_tables, case.problem, len(case.lengths)))
     blocks, queries = (np.array(x) for x in make(*arguments))
     assert blocks.dtype == queries.dtype == np.int32
-    blocks[blocks[:, 3] == 0, 2] = 0  # where no queries begin is unspecified
+    blocks[blocks[:, 3] == 0, 2] = 0  # the first query is unspecified where there is none
     np.testing.assert_array_equal(blocks, case.tables[0])
     np.testing.assert_array_equal(queries, case.tables[1])
 
@@ -127,7 +131,10 @@ def test_tables_of_a_batch_match_loops(lengths, is_causal):
 
 
 def assert_routed(case: MoBACase, chosen: np.ndarray, operands) -> None:
-    """Each choice is allowed, in order, and as good as the best within rounding; and the best where that is clear."""
+    """Assert that each choice is allowed, in order, and within rounding as good as the best one.
+
+    If scores differ clearly, the choice must be the best one.
+    """
     assert chosen.dtype == np.int32
     expected, scores = exact_routing(case, operands)
     np.testing.assert_array_equal(chosen >= 0, expected >= 0)
@@ -136,7 +143,7 @@ def assert_routed(case: MoBACase, chosen: np.ndarray, operands) -> None:
         row, best = (x[n, t][x[n, t] >= 0] for x in (chosen, expected))
         allowed = eps * (1 + np.abs(scores[n, t][scores[n, t] > -np.inf]).max(initial=0.0))
         assert len(set(row)) == len(row), "a block chosen twice"
-        # Sorted scores are 1-Lipschitz in their arguments: place by place the choice is as good as the best.
+        # Sorting is 1-Lipschitz, so at each place the choice is as good as the best one.
         assert (scores[n, t, row] >= scores[n, t, best] - allowed).all()
         candidates = np.sort(scores[n, t][scores[n, t] > -np.inf])
         if (np.diff(candidates) > 2 * allowed).all():
@@ -153,12 +160,12 @@ def test_routing_matches_loops(implementation, name):
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("implementation", MODULES)
 def test_routing_of_equal_scores_chooses_the_later_block_first(implementation, is_causal):
-    """Small whole numbers have no rounding, so that equal scores are equal, and -0 is 0."""
+    """Small integers are not rounded, so ties are exact, and -0 equals 0."""
     case = MoBACase(lengths=(90,), is_causal=is_causal, slots=3, head_dim=16)
     case.skip_unless_supported(implementation)
     query, key, *_ = case.operands()
     query = jnp.sign(query).at[::3].set(0).at[1::6].set(-0.0)
-    # Every second block is the same.
+    # Every second block has the same keys.
     key = jnp.where((jnp.arange(90) // 16 % 2 == 0)[:, None, None], 1.0, -1.0) * jnp.ones_like(key)
     chosen = case.route(implementation, (query, key))
     np.testing.assert_array_equal(chosen, exact_routing(case, (query, key))[0])
@@ -168,7 +175,7 @@ def test_routing_of_equal_scores_chooses_the_later_block_first(implementation, i
 @pytest.mark.parametrize("implementation", MODULES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_routing_of_a_block_with_nan_scores_never_chooses_it(implementation, value):
-    """There are slots for every past block; that of key 20, whose scores are sums of both infinities, stays out."""
+    """There are slots for every past block, but the block of key 20 has NaN scores and is not chosen."""
     case = MoBACase(lengths=(70, 20), slots=5)
     case.skip_unless_supported(implementation)
     query, key, *_ = case.operands()
@@ -182,7 +189,7 @@ def test_routing_of_a_block_with_nan_scores_never_chooses_it(implementation, val
 @pytest.mark.parametrize("implementation", MODULES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_centroids_sum_to_float32_means(implementation, dtype):
-    """A block whose keys are all masked has NaN."""
+    """A block whose keys are all masked has NaN means."""
     case = MoBACase(lengths=(70, 20), dtype=dtype, masked=0.3)
     case.skip_unless_supported(implementation)
     _, key, *_ = case.operands()
@@ -239,7 +246,7 @@ def test_lists_match_loops(implementation, name):
 
 @st.composite
 def cases(draw, longest: int) -> MoBACase:
-    """Any call: sequences up to `longest` tokens, empty and one-token ones included."""
+    """Draw any call with sequences of up to `longest` tokens, including empty and one-token ones."""
     block_size = draw(st.sampled_from([16, 32]))
     length = st.one_of(st.sampled_from([0, 1, block_size]), st.integers(0, longest))
     lengths = tuple(draw(st.lists(length, max_size=3)))
@@ -368,7 +375,7 @@ def test_zero_slots_match_block_diagonal_attention(implementation):
 
 
 def test_second_derivatives_match_the_reference():
-    """The gradients are functions of query, key and value that can be differentiated once more."""
+    """The gradients can be differentiated again."""
     case = dataclasses.replace(CASES["edited own, packed, masked"], query_heads=4)
     *operands, cotangent, log_sum_cotangent = case.operands()
     directions = case.operands(seed=1)[:3]
@@ -390,7 +397,7 @@ def test_second_derivatives_match_the_reference():
 
 @pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
 def test_shard_map_results_are_accurate(implementation):
-    """Loops start from arrays that vary over a mesh as their operands do."""
+    """Loops must start from arrays that vary over the mesh like their operands."""
     case, module = MoBACase(lengths=(40,), query_heads=4), load(implementation)
     key_mask, blocks, queries, *_ = case.arguments()
     mesh = jax.make_mesh((2,), ("rows",))
@@ -418,13 +425,13 @@ def test_routing_in_several_chunks_matches_loops(monkeypatch):
     assert case.problem.query_tokens % 8 != 0
     query, key, *_ = case.operands()
     key_mask, blocks, queries, *_ = case.arguments()
-    # Compiled here: other tests' program of this problem has one chunk.
+    # The call is compiled again, because other tests' program of this problem has one chunk.
     route = compiled_quickly(functools.partial(xla_moba.route, case.problem))
     assert_routed(case, np.asarray(route(query, key, key_mask, blocks, queries)), case.operands())
 
 
 def test_xla_allocates_no_scores_of_all_pairs():
-    """Temporary memory of a call of 8,192 tokens, which is only compiled, is a fraction of one score per pair."""
+    """The temporary memory of a compiled call of 8,192 tokens is a fraction of one score per pair."""
     tokens, case = 8192, MoBACase(lengths=(8192,), query_heads=1, key_heads=1, slots=3, block_size=64)
     problem = case.problem
 

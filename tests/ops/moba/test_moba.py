@@ -84,7 +84,7 @@ def test_interpreted_kernels_are_accurate(case):
 
 @st.composite
 def cases(draw) -> MoBACase:
-    """Any call of a few blocks."""
+    """Draw any call of a few blocks."""
     layout = draw(st.sampled_from(["batch", "offsets"]))
     length = st.one_of(st.sampled_from([0, 1, 16]), st.integers(0, 50))
     lengths = (
@@ -229,7 +229,7 @@ def test_unsupported_implementation_raises_not_implemented_error():
 
 
 def test_slots_follow_from_top_k_and_the_keys():
-    """No slots for blocks that no sequence can have; of a given routing one for each index."""
+    """There are no slots for blocks that no sequence can have. A given routing has one slot for each index."""
     query, key = jnp.zeros((40, 1, 8)), jnp.zeros((40, 1, 8))
     arguments = dict(scale=None, sequence_offsets=None, key_sequence_offsets=None, key_mask=None, block_size=16)
     slots = {

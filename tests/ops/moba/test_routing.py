@@ -1,4 +1,4 @@
-"""The routing of MoBA: what is chosen, and routings that are given, edited and converted."""
+"""The routing of MoBA: the chosen blocks, and routings that are given, edited and converted."""
 
 import dataclasses
 import functools
@@ -121,7 +121,7 @@ def test_edited_routing_is_accurate(name, edit):
 
 
 def test_new_routing_of_the_same_shape_does_not_retrace():
-    """A pytree with static options: new indices compile nothing."""
+    """A routing is a pytree with static options, so new indices compile nothing."""
     query, key, value, *_ = MoBACase(lengths=(61,)).operands()
     traces = 0
 
@@ -182,7 +182,7 @@ def test_pattern_of_all_blocks_matches_causal_attention():
 
 
 def lists_by_loops(case: MoBACase, indices: np.ndarray, num_blocks: int) -> dict[tuple[int, int, int], list[int]]:
-    """Rows of queries of each sequence, head and block."""
+    """Return the query rows of each sequence, head and block."""
     result = {}
     for s, (batch, rows, _, _) in enumerate(case.sequences()):
         for n in range(case.query_heads):
@@ -224,7 +224,7 @@ def test_block_lists_count_a_repeated_block_once():
 
 
 def test_from_block_lists_accepts_lists_of_flash_moba():
-    """int64 offsets, lists anywhere in the rows, in any order, and rows that nobody listed."""
+    """Offsets are int64. Lists are anywhere in the rows and in any order, and some rows are in no list."""
     offsets = np.asarray([[[5, 2, 2]], [[7, 0, 9]]])  # [sequences, heads, blocks]
     counts = np.asarray([[[2, 0, 3]], [[2, 2, 0]]], np.int32)
     rows = np.asarray([0, 3, 0, 1, 2, 0, 3, 1, 2, 77], np.int32)

@@ -22,17 +22,17 @@ OFFSETS = jnp.asarray([[0, 20, 20, 45], [0, 1, 2, 50], [0, 0, 0, 0]], jnp.int32)
 
 
 def gradients(function, query, key, value):
-    """Output, log-sum-exp and gradients, for cotangents that differ from element to element."""
+    """Return output, log-sum-exp and gradients, for cotangents that differ from element to element."""
     cotangents = jnp.cos(query), jnp.sin(query[..., 0])
     return value_and_gradients(function, query, key, value, *cotangents)
 
 
-# Unmapped calls of one function are compiled once for every way to map it.
+# Each function is compiled once for all ways to map it.
 compiled_once = functools.cache(compiled_quickly)
 
 
 def assert_maps(function, in_axes, *arrays):
-    """`jax.vmap` of a function is a loop over its elements."""
+    """Assert that `jax.vmap` of a function matches a loop over its elements."""
     expected = loop(compiled_once(function), in_axes, *arrays)
     assert_close(compiled_quickly(jax.vmap(function, in_axes))(*arrays), expected, 1e-4)
 
@@ -110,7 +110,7 @@ def test_gradient_of_vmap_with_shared_key_and_value_matches_a_loop():
 
 
 def test_vmap_folds_into_one_call():
-    """Mapped elements become tokens of one call: the program has no more loops and products than an unmapped one."""
+    """Mapped elements become tokens of one call, so the program has no more loops and products than an unmapped one."""
     query, key, value = random_arrays((3, 40, 2, 8), (3, 40, 2, 8), (3, 40, 2, 8))
 
     def count(function, *arguments):
@@ -183,7 +183,7 @@ def test_routing_offsets_and_mask_have_zero_gradient():
 
 
 def test_no_gradient_flows_through_the_routing():
-    """The gradient is that of the call with its routing given."""
+    """The gradient equals that of a call with its routing given."""
     query, key, value = random_arrays((50, 2, 8), (50, 2, 8), (50, 2, 8))
     routing = moba_routing(query, key, block_size=16, top_k=2)
     given = functools.partial(attend_with_residual, routing=routing)
@@ -196,7 +196,7 @@ def test_no_gradient_flows_through_the_routing():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_residuals_are_operands_results_and_integer_tables(dtype):
-    """Operands, output and log-sum-exp are kept, of integers tables and lists; nothing else."""
+    """The kept floats are operands, output and log-sum-exp. The kept integers are tables and lists."""
     query, key, value = random_arrays((64, 4, 8), (64, 2, 8), (64, 2, 8), dtype=dtype)
     (output, log_sum), pull_back = jax.vjp(attend_with_residual, query, key, value)
     kept = jax.tree.leaves(pull_back)
@@ -212,7 +212,10 @@ def test_residuals_are_operands_results_and_integer_tables(dtype):
 
 @pytest.fixture
 def executions(monkeypatch) -> collections.Counter:
-    """How often each function of the xla implementation has been executed, of programs with a scale of their own."""
+    """Count how often each function of the xla implementation is executed.
+
+    Programs need a unique scale, so that no earlier trace is reused.
+    """
     counter = collections.Counter()
 
     def count(name):
@@ -225,7 +228,7 @@ def executions(monkeypatch) -> collections.Counter:
                 counter[name] += 1
                 return x
 
-            # A result goes through the host, so that what is not used, or is the same, is not counted.
+            # One result passes through the host, so that unused and duplicate computations are not counted.
             first = jax.pure_callback(note, jax.ShapeDtypeStruct(first.shape, first.dtype), first)
             return jax.tree.unflatten(jax.tree.structure(results), [first, *others])
 
@@ -248,7 +251,7 @@ def executions(monkeypatch) -> collections.Counter:
 )
 def test_checkpoint_policies_repeat_only_the_unsaved_passes(names, expected, executions):
     query, key, value, weight = random_arrays((40, 2, 8), (40, 2, 8), (40, 2, 8), (8, 8))
-    # A scale of its own makes a call that nobody has traced before.
+    # A unique scale makes a call that has not been traced before.
     scale = 0.31 if names is None else 0.32 + 0.01 * sum(map(len, names))
 
     def layer(weight, query, key, value):
@@ -349,7 +352,10 @@ def test_shard_map_over_heads_with_a_routing_matches_one_device():
 @functools.cache
 @functools.cache
 def masked_results(implementation):
-    """From operands and mask to gradients, the output with the routing given, and its indices; compiled."""
+    """Return a compiled function of operands and mask.
+
+    It returns gradients, the output with the routing given, and the routing's indices.
+    """
 
     @compiled_quickly
     def function(query, key, value, mask):
@@ -372,7 +378,7 @@ def masked_results(implementation):
     ],
 )
 def test_explicit_shardings_match_one_device(spec, implementation):
-    """Each device computes its batch rows and heads; results are sharded as the operands are."""
+    """Each device computes its batch rows and heads, and results are sharded like the operands."""
     query, key, value = random_arrays((4, 36, 4, 8), (4, 36, 2, 8), (4, 36, 2, 8))
     mask = jnp.asarray(np.random.default_rng(1).uniform(size=(4, 36)) < 0.7)
     function = masked_results(implementation)

@@ -23,7 +23,7 @@ SCALES = ("query_scale", "key_scale", "value_scale")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoBAPagedCase:
-    """A call of paged attention, and the blocks that its queries choose from."""
+    """A call of paged attention and the blocks that its queries choose from."""
 
     paged: PagedCase
     block_size: int = 16
@@ -31,7 +31,7 @@ class MoBAPagedCase:
 
     @functools.cached_property
     def centroids(self) -> np.ndarray:
-        """Mean keys of complete blocks, float32 [B, max_blocks, K, H]; of others NaN, or numbers beyond all others."""
+        """Return mean keys, float32 [B, max_blocks, K, H]; incomplete blocks have NaN or huge numbers."""
         problem, size = self.paged.problem, self.block_size
         shape = (problem.batch, -(-problem.max_keys // size), problem.key_heads, problem.head_dim)
         result = np.where(np.arange(shape[1]) % 2 == 0, np.nan, 1e30).astype(np.float32)[None, :, None, None]
@@ -46,7 +46,7 @@ class MoBAPagedCase:
 
     @functools.cached_property
     def seen(self) -> np.ndarray:
-        """Which keys each query of each head sees, bool [B, T, N, longest]."""
+        """Return the keys that each query of each head sees, bool [B, T, N, longest]."""
         problem, size, lengths = self.paged.problem, self.block_size, self.paged.kv_lengths
         seen = np.zeros((problem.batch, problem.query_tokens, problem.query_heads, max(lengths)), bool)
         for b, t, n in np.ndindex(*seen.shape[:3]):
@@ -68,7 +68,7 @@ class MoBAPagedCase:
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
-        """Arrays of the public function. Keys and values that no query of their head sees are NaN."""
+        """Return arrays of the public function, with NaN in keys and values that no query of their head sees."""
         problem, paged = self.paged.problem, self.paged
         groups = (problem.key_heads, problem.group_size)
         by_head = self.seen.reshape(*self.seen.shape[:2], *groups, self.seen.shape[-1])
@@ -84,7 +84,7 @@ class MoBAPagedCase:
 
     @functools.cached_property
     def exact(self) -> tuple[np.ndarray, np.ndarray]:
-        """Output and log-sum-exp in float64, query by query and head by head."""
+        """Return output and log-sum-exp in float64, query by query and head by head."""
         problem, paged = self.paged.problem, self.paged
         dense = {name: x.astype(np.float64) for name, x in paged.dense.items()}
         output = np.zeros((*self.seen.shape[:3], problem.value_dim))
@@ -106,17 +106,17 @@ class MoBAPagedCase:
         return output, log_sum
 
     def attend(self, implementation: str | None, **arrays: Any) -> tuple[jax.Array, jax.Array]:
-        """The public function, of traced arrays; compiled once."""
+        """Call the public function, compiled once, on traced arrays."""
         arguments = self.arguments | arrays
         return compiled_call(implementation, self.block_size, self.top_k, self.paged.scale)(arguments)
 
     @functools.cache  # noqa: B019
     def results(self, implementation: str) -> tuple[jax.Array, jax.Array]:
-        """Output and log-sum-exp; computed once for all tests."""
+        """Return output and log-sum-exp, computed once for all tests."""
         return self.attend(implementation)
 
     def check(self, results: tuple[Any, Any]) -> None:
-        """All is computed in float32, so that results err by their own rounding and little else."""
+        """Assert that results, which are computed in float32, err by little more than their own rounding."""
         output, log_sum = results
         true, true_log_sum = self.exact
         problem = self.paged.problem
@@ -183,7 +183,7 @@ CASES = {
     "float64": MoBAPagedCase(paged=dataclasses.replace(FEW, dtype="float64", cache_dtype="float8_e4m3fn")),
     "nothing": MoBAPagedCase(paged=PagedCase(kv_lengths=(0, 0), page_size=4)),
 }  # fmt: skip
-# More candidates than the kernel of the scores chooses from itself; for GPUs, as interpreters take long.
+# The kernel of the scores cannot choose from so many candidates itself. Only GPUs run this case: interpreters are slow.
 MANY_BLOCKS = MoBAPagedCase(paged=PagedCase(kv_lengths=(33_000, 70)), top_k=4)
 
 
@@ -211,7 +211,7 @@ def test_repeated_calls_agree_bitwise(implementation):
 
 @functools.cache
 def last_rows_of_moba(tokens: int) -> tuple[dict[str, Any], tuple[jax.Array, jax.Array]]:
-    """A contiguous cache of two sequences with their mean keys, and MoBA over the whole of them."""
+    """Return a contiguous cache of two sequences with mean keys, and the last rows of MoBA over whole sequences."""
     generator = np.random.default_rng(2)
     query, key, value = (jnp.asarray(generator.normal(size=(2, 83, n, 16)), jnp.float32) for n in (4, 2, 2))
     options = dict(block_size=16, top_k=3, return_residual=True)
@@ -243,7 +243,10 @@ def test_top_k_of_all_blocks_matches_paged_attention(implementation):
 
 
 def chosen_blocks(implementation: str, centroids: np.ndarray, top_k: int) -> set[int]:
-    """Blocks that a query of ones, the last of nine blocks, sees: each block's values are a digit of their own."""
+    """Return the blocks that a query of ones in the last of nine blocks sees.
+
+    Each block's values are nonzero in a separate column.
+    """
     value = jnp.repeat(jnp.eye(9, 16), 16, axis=0)[None, :, None]
     output = moba_paged_attention(
         jnp.ones((1, 1, 1, 8)),
@@ -270,7 +273,7 @@ def test_ties_choose_the_later_block_and_nan_is_never_chosen(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_out_of_range_lengths_and_pages_are_clipped(implementation):
-    """The interpreter refuses to read elsewhere; and results are those of lengths and pages clipped."""
+    """The interpreter refuses to read out of bounds. Results match those of clipped lengths and pages."""
     case = CASES["pages of 3, edges of blocks, fewer queries"]
     problem = case.paged.problem
     wild = np.random.default_rng(5).choice([-(2**31), -7, 2**31 - 1], (problem.batch, problem.max_pages))
@@ -287,7 +290,7 @@ def test_out_of_range_lengths_and_pages_are_clipped(implementation):
 
 @pytest.mark.parametrize("name", ["e4m3, scales of tokens", "contiguous, bfloat16"])
 def test_vmap_matches_single_calls(name):
-    """Caches of their own, and one cache for all."""
+    """Elements have separate caches or share one."""
     case = CASES[name]
     arguments = {name: x for name, x in case.arguments.items() if x is not None}
     queries = jnp.stack([arguments["query"], arguments["query"][..., ::-1]])
@@ -335,7 +338,7 @@ def test_export_and_shard_map_match_one_device():
         return attend(page_table=None, **dict(zip(names, operands, strict=True)))
 
     exported = jax.export.deserialize(jax.export.export(jax.jit(call))(*operands).serialize())
-    # Contiguous caches: each device has sequences of its own.
+    # Caches are contiguous, so each device has separate sequences.
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("rows"), out_specs=P("rows")))
     for results in (exported.call(*operands), sharded(*operands)):
@@ -357,8 +360,8 @@ def test_differentiation_raises_type_error():
 
 @pytest.mark.parametrize("choice", [2, 32])
 def test_blocks_scored_in_several_tiles_are_accurate(monkeypatch, choice):
-    """The kernels go through the mean keys, the queries and the scores in several steps, choices by themselves."""
-    # A scale of its own: programs of other tests' calls have larger tiles.
+    """Kernels process mean keys, queries and scores in several steps, and a separate kernel chooses."""
+    # A unique scale avoids programs of other tests, which have larger tiles.
     case = CASES["pages of 16"]
     paged = dataclasses.replace(case.paged, kv_lengths=(120, 60), query_heads=6, scale=0.3 + choice / 1024)
     case = dataclasses.replace(case, paged=paged)
@@ -368,7 +371,7 @@ def test_blocks_scored_in_several_tiles_are_accurate(monkeypatch, choice):
 
 
 def test_keys_gathered_in_several_steps_are_accurate(monkeypatch):
-    # A scale of its own: programs of other tests' calls have larger tiles.
+    # A unique scale avoids programs of other tests, which have larger tiles.
     case = CASES["tiles of a block"]
     case = dataclasses.replace(case, paged=dataclasses.replace(case.paged, scale=0.3))
     monkeypatch.setattr(xla_moba_paged, "_GATHERED", 1)

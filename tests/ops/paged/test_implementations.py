@@ -15,7 +15,7 @@ from tests.support import compiled_quickly
 
 ARRAY_IMPLEMENTATIONS = ("reference", "xla")
 
-# None, one, and around the edges of a tile of 64 keys.
+# Numbers of keys: none, one, and around the edges of a tile of 64 keys.
 EDGES = (0, 1, 63, 64, 65, 129)
 
 FEW = (0, 1, 40)
@@ -75,7 +75,7 @@ CASES = {
     "no keys at all": PagedCase(kv_lengths=(0, 0), sinks=True, num_splits=2),
 }  # fmt: skip
 
-# What the kernels compute in ways of their own, and arrays as they do the others.
+# The kernels compute these cases in separate ways. Array code computes them like the others.
 KERNEL_CASES = {
     "page size 64": PagedCase(kv_lengths=EDGES, page_size=64, dtype="bfloat16"),
     "contiguous": PagedCase(kv_lengths=EDGES, page_size=None, spare_pages=3, query_heads=4, key_heads=2),
@@ -100,7 +100,7 @@ KERNEL_CASES = {
     "more splits than keys": PagedCase(kv_lengths=EDGES, num_splits=8, query_heads=4, key_heads=2, sinks=True),
 }  # fmt: skip
 
-# What only arrays compute; `test_kernels_decline_unsupported_cases_with_a_remedy` says why.
+# Only array code computes these cases; `test_kernels_decline_unsupported_cases_with_a_remedy` says why.
 DECLINED = {
     "float64": PagedCase(kv_lengths=EDGES, dtype="float64", query_tokens=2, sinks=True, key_scale="token"),
     "float32 beside e4m3": PagedCase(kv_lengths=FEW, cache_dtype="float8_e4m3fn"),
@@ -142,12 +142,12 @@ def test_results_with_x64_enabled_are_accurate(implementation):
 
 @st.composite
 def cases(draw) -> PagedCase:
-    """Any call of up to three sequences."""
+    """Draw any call of up to three sequences."""
     length = st.one_of(st.sampled_from([0, 1, 64]), st.integers(0, 80))
     lengths = tuple(draw(st.lists(length, min_size=1, max_size=3)))
     tokens, is_causal = draw(st.sampled_from([1, 2, 5])), draw(st.booleans())
     dtype = draw(st.sampled_from(["float32", "bfloat16", "float16", *EIGHT_BITS]))
-    # The kernels take no float32 beside eight bits.
+    # The kernels do not combine float32 with eight-bit dtypes.
     narrow = st.sampled_from([None] if dtype == "float32" else [None, *EIGHT_BITS])
     size = st.one_of(st.none(), st.integers(0, 30))
     is_ragged, key_heads = draw(st.booleans()), draw(st.integers(1, 2))
@@ -190,14 +190,14 @@ def test_drawn_cases_of_kernels_are_accurate(case):
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 5, 16])
 def test_number_of_splits_keeps_accuracy(num_splits):
-    """In the kernels, which alone read `num_splits`: each of them is as accurate as the others."""
+    """Only the kernels read `num_splits`."""
     case = PagedCase(kv_lengths=(0, 1, 64, 300), query_tokens=2, query_heads=4, sinks=True, num_splits=num_splits)
     assert_accurate(case, case.results("triton"))
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), [("xla", "float32"), ("xla", "bfloat16"), ("triton", "bfloat16")])
 def test_split_size_makes_results_independent_of_the_batch(implementation, dtype):
-    """Bitwise: a sequence alone, among others, and in a longer table."""
+    """A sequence gives the same bits alone, among others and in a longer table."""
     options = dict(query_tokens=2, query_heads=4, key_heads=2, split_size=128, dtype=dtype)
     among = PagedCase(kv_lengths=(400, 3, 150, 0), num_splits=4, **options)
     expected = among.results(implementation)
@@ -214,7 +214,7 @@ def test_split_size_makes_results_independent_of_the_batch(implementation, dtype
 
 @pytest.mark.parametrize("implementation", MODULES)
 def test_page_size_keeps_results_bitwise(implementation):
-    """Bitwise: the same keys in pages of 1 and of 16, and in no pages."""
+    """Pages of 1 token, pages of 16 tokens and a contiguous cache give the same bits."""
     case = PagedCase(kv_lengths=(0, 15, 144), query_tokens=3, query_heads=4, key_heads=2, spare_pages=0)
     expected = case.results(implementation)
     for page_size in (1, None):
@@ -241,7 +241,7 @@ def test_nan_and_inf_stay_in_their_sequence_and_head(implementation, poison):
     page = case.table[1, 0]
     key, value = key.at[page, 3, 1].set(poison), value.at[page, 5, 1].set(poison)
     dirty = case.compute(implementation)(query, key, value, *others)
-    # Rows beyond the queries of the sequence are 0 and -inf still.
+    # Rows beyond the queries of the sequence are still 0 and -inf.
     keep = np.ones((3, 3, 4), bool)
     keep[1, :2, 2:] = False
     for x, y in zip(clean, dirty, strict=True):
@@ -251,7 +251,7 @@ def test_nan_and_inf_stay_in_their_sequence_and_head(implementation, poison):
 
 @pytest.mark.parametrize("implementation", MODULES)
 def test_out_of_range_pages_and_lengths_are_clipped(implementation):
-    """What no host has checked leads nowhere outside of the arrays."""
+    """Page numbers and lengths that no host has checked must not read outside of the arrays."""
     case = PagedCase(
         kv_lengths=(30, 40, 48), query_tokens=2, query_lengths=(2, 1, 2), query_heads=4, spare_pages=0, num_splits=2
     )
@@ -270,7 +270,7 @@ def test_out_of_range_pages_and_lengths_are_clipped(implementation):
 
 
 def test_xla_allocates_no_scores_of_all_keys():
-    """Temporary memory of a call of 65,536 keys, which is only compiled, is a fraction of its keys'."""
+    """The temporary memory of a compiled call of 65,536 keys is a fraction of the keys' memory."""
     problem = dataclasses.replace(PagedCase(kv_lengths=(16,)).problem, max_pages=4096, num_pages=4096)
     shapes = dict(query=(1, 1, 2, 16), key=(4096, 16, 1, 16), value=(4096, 16, 1, 16))
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()]

@@ -1,4 +1,4 @@
-"""Paged attention as users call it: forms of caches, queries and scales, mistakes, and merged states."""
+"""Paged attention as users call it: forms of caches, queries and scales, with mistakes and merged states."""
 
 import dataclasses
 import functools
@@ -82,7 +82,7 @@ def test_scales_of_queries_and_keys_multiply():
 
 
 def describe(arguments, **options):
-    """The problem of a call."""
+    """Return the problem of a call."""
     defaults = dict.fromkeys(
         ("query_lengths", "query_offsets", "max_query_length", "scale", "local_window_size", "logits_soft_cap", "sinks",
          "key_scale", "value_scale", "query_scale", "num_splits", "split_size")
@@ -91,7 +91,7 @@ def describe(arguments, **options):
 
 
 def test_windows_that_mask_nothing_are_normalised_to_none():
-    """One program for each meaning: a window as long as the cache is no window."""
+    """Equivalent windows share one program: a window as long as the cache is no window."""
     windows = {
         (True, 3): (True, (3, None)),
         (True, (3, 0)): (True, (3, None)),
@@ -112,7 +112,7 @@ def test_windows_that_mask_nothing_are_normalised_to_none():
 def test_splits_follow_from_shapes():
     arguments = simple_arguments()
     assert describe(arguments).num_splits == 1
-    # Of 12 keys there is one tile only.
+    # 12 keys are in only one tile.
     assert describe(arguments, num_splits=9).num_splits == 1
     assert describe(arguments, split_size=64).num_splits == 1
     longer = arguments | {"page_table": jnp.zeros((2, 250), jnp.int32)}  # 1,000 keys
@@ -124,7 +124,7 @@ def test_splits_follow_from_shapes():
 
 
 def test_choose_splits_occupies_the_gpu_within_the_number_of_keys():
-    """Enough to occupy a GPU, no more than there are keys for, and none where sequences occupy it by themselves."""
+    """Splits occupy a GPU and are at most as many as the keys allow. Many sequences need almost no splits."""
     shapes = dict(query_tokens=1, group_size=4, key_heads=8)
     for batch in (1, 3, 16, 32, 1000):
         for max_keys in (0, 1, 64, 1000, 8192, 131072):
@@ -145,7 +145,6 @@ def test_num_splits_and_split_size_change_nothing_but_rounding():
 
 
 def test_new_lengths_and_pages_do_not_recompile():
-    """Other lengths and page numbers compile nothing."""
     from blockdiag.ops.paged.api import _attention
 
     attend(**simple_arguments(seed=3))
@@ -158,7 +157,7 @@ def test_new_lengths_and_pages_do_not_recompile():
 
 
 def padded_to_packed(case: PagedCase) -> tuple[dict, np.ndarray]:
-    """The same call with packed queries and two more rows, and which rows of the padded query those are."""
+    """Return the call with packed queries and two more rows, and a mask of the packed rows in the padded query."""
     arguments = case.arguments()
     lengths = arguments.pop("query_lengths")
     offsets = np.cumsum([0, *lengths], dtype=np.int32)
@@ -189,7 +188,7 @@ def test_packed_queries_beyond_max_query_length_are_nan_with_traced_offsets():
     is_bad = np.asarray([False, True, True, True, False, False])
     assert np.isnan(output[is_bad]).all() and np.isnan(log_sum[is_bad]).all()
     assert np.isfinite(output[~is_bad]).all()
-    # Clipped, and one below its predecessor is equal to it.
+    # Offsets are clipped and made non-decreasing.
     wild, tame = jnp.asarray([-3, 2, 1, 99], jnp.int32), jnp.asarray([0, 2, 2, 6], jnp.int32)
     np.testing.assert_array_equal(call(rows, query_offsets=wild)[0], call(rows, query_offsets=tame)[0])
 
@@ -207,7 +206,7 @@ def test_packed_queries_beyond_max_query_length_are_nan_with_traced_offsets():
     ],
 )
 def test_empty_calls_return_zeros(batch, tokens, pages, columns, rows, implementation):
-    """Without sequences, queries, pages, columns of the table, or packed rows."""
+    """One dimension of the call is 0."""
     shape = (batch, tokens, 4, 8) if rows is None else (rows, 4, 8)
     packing = {} if rows is None else {"query_offsets": jnp.zeros(batch + 1, jnp.int32)}
     pools = jnp.ones((pages, 4, 2, 8)), jnp.ones((pages, 4, 2, 24))
@@ -434,7 +433,7 @@ def test_traced_options_raise_value_error():
 
 
 def test_merged_states_of_parts_match_the_whole():
-    """Attention to the first keys and to the rest is attention to all: as sequences of arrays and stacked."""
+    """Attention to the first keys and to the rest is merged, as sequences of arrays and stacked."""
     arguments = simple_arguments(tokens=2) | dict(kv_lengths=integers(12, 9))
     expected = attend(**arguments, is_causal=False)
     first = attend(**(arguments | dict(kv_lengths=integers(8, 8))), is_causal=False)

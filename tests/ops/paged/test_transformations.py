@@ -1,4 +1,4 @@
-"""Paged attention under JAX's transformations: batching, sharding, export, and errors of differentiation."""
+"""Paged attention under JAX's transformations: batching, sharding, export and errors of differentiation."""
 
 import functools
 
@@ -33,7 +33,7 @@ def attend_without_a_table(*arrays):
 
 WITHOUT_A_TABLE = tuple(name for name in EVERYTHING if name != "page_table")
 
-# Unmapped calls are compiled once for every way to map them.
+# Each call is compiled once for all ways to map it.
 compiled_once = functools.cache(compiled_quickly)
 
 
@@ -119,7 +119,7 @@ def test_vmap_chooses_splits_for_the_folded_call(monkeypatch):
     queries = jnp.zeros((400, 2, 1, 4, 8))
 
     def call(query, **options):
-        # A scale of its own makes a call that nobody has traced before.
+        # A unique scale makes a call that has not been traced before.
         return attend(**(arguments | {"query": query}), scale=0.123, **options)
 
     jax.eval_shape(jax.vmap(call), queries)
@@ -199,7 +199,7 @@ def test_shard_map_with_replicated_pages_matches_one_device(implementation):
     ],
 )
 def test_explicit_shardings_match_one_device(form, spec):
-    """Each device computes its batch rows and heads, of its heads of the pages."""
+    """Each device computes its batch rows and heads, and reads its heads of the pages."""
     arguments = simple_arguments(batch=4, pages=4)
     if form == "contiguous":
         arguments |= dict(page_table=None, kv_lengths=jnp.asarray([4, 2, 0, 1], jnp.int32))
