@@ -11,8 +11,8 @@ from collections.abc import Hashable, Mapping, Sequence
 import pytest
 
 # A sample has a quarter of a test's cases, but at least three if there are as many.
-LEAST_CASES = 3
-PART = 4
+LEAST_CASES = 2
+PART = 6
 
 
 def sample_cases(names: Sequence[str], cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
@@ -29,7 +29,7 @@ def sample_cases(names: Sequence[str], cases: Sequence[Mapping[str, Hashable]]) 
     counts = collections.Counter(value for case in cases for value in case.items())
     waiting = sorted(range(len(cases)), key=lambda i: zlib.crc32(names[i].encode()))
     missing, chosen = {value for value, count in counts.items() if count > 1}, list[int]()
-    while waiting and len(chosen) < size:
+    while waiting and (missing or len(chosen) < size):
         best = max(waiting, key=lambda i: len(missing.intersection(cases[i].items())))
         waiting.remove(best)
         chosen.append(best)
@@ -44,6 +44,9 @@ def split_by_sample(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], li
         by_function[item.parent, getattr(item, "originalname", None) or item.name].append(item)
     kept = set[int]()
     for same in by_function.values():
+        if same[0].get_closest_marker("every_case"):
+            kept.update(map(id, same))
+            continue
         # The cases of a test share the objects that `parametrize` was given.
         specs = [getattr(item, "callspec", None) for item in same]
         cases = [{name: id(value) for name, value in spec.params.items()} if spec else {} for spec in specs]

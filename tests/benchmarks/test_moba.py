@@ -398,6 +398,7 @@ def test_dense_baselines_compute_causal_attention(moba):
         assert float((mine.float() - other).norm() / other.norm()) < 2e-2
 
 
+@pytest.mark.exhaustive
 def test_command_runs_the_smoke_check(tmp_path):
     from typer.testing import CliRunner
 

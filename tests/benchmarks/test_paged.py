@@ -344,6 +344,7 @@ def test_paged_command_past_the_deadline_keeps_recorded_rows(monkeypatch, tmp_pa
     assert "MISSED" in console.export_text()
 
 
+@pytest.mark.exhaustive
 def test_command_runs_the_smoke_check(tmp_path):
     from typer.testing import CliRunner
 

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs JAX's CUDA plugin, jax-cuda13-plugin"
-)
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs JAX's CUDA plugin, jax-cuda13-plugin"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ def python_blocks(page: Path) -> list[str]:
 RUN_HERE = [page for page in PAGES if python_blocks(page) and not page.stem.startswith("quickstart_")]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
 def test_examples_of_page_run(page, tmp_path):
     # Triton reads a kernel's source from its file.

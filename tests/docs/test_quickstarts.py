@@ -44,6 +44,7 @@ def run(code: str, missing: tuple[str, ...], folder: Path) -> subprocess.Complet
     return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("page", MISSING)
 def test_quickstart_runs_with_what_it_installs(page, tmp_path):
     text = (ROOT / "docs" / f"{page}.md").read_text()

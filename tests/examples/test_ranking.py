@@ -54,6 +54,7 @@ def ranking_data(monkeypatch):
     return ranking_data
 
 
+@pytest.mark.exhaustive
 def test_jax_and_torch_trainings_have_the_same_losses(trainings):
     assert_alike(*(losses for losses, _ in trainings.values()))
 
@@ -67,6 +68,7 @@ def test_jax_and_torch_trainings_on_a_gpu_have_the_same_losses(arguments, tmp_pa
     assert_alike(losses, others)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["torch_ranking_model", "ranking_model"])
 def test_training_reaches_a_high_auc(trainings, name):
     losses, text = trainings[name]
