@@ -73,10 +73,20 @@ def test_recorded_device_rows_cover_every_mesh():
     assert {row.mesh for row in rows} >= {"one device", *devices.MESHES}
 
 
+COPY_ENGINES = {
+    "XLA_FLAGS": "--xla_a=1 --xla_gpu_experimental_enable_nccl_symmetric_buffers=true",
+    "NCCL_CTA_POLICY": "2",
+}
+
+
 def test_transfers_are_by_copy_engines_only_with_symmetric_buffers_and_the_policy():
-    symmetric = {"XLA_FLAGS": "--xla_a=1 --xla_gpu_experimental_enable_nccl_symmetric_buffers=true"}
-    policy = {"NCCL_CTA_POLICY": "2"}
-    assert [devices.transfers(x) for x in ({}, symmetric, policy, symmetric | policy)] == [
-        *["kernels"] * 3,
-        "copy engines",
-    ]
+    assert devices.transfers(COPY_ENGINES) == "copy engines"
+    for name in COPY_ENGINES:
+        assert devices.transfers({name: COPY_ENGINES[name]}) == "kernels"
+
+
+def test_strategies_leave_out_gathers_by_copy_engines_and_exchanges_of_too_few_heads():
+    assert devices.strategies_of(SEQUENCE, 4, {}) == ["ulysses", "gather"]
+    assert devices.strategies_of(SEQUENCE, 4, COPY_ENGINES) == ["ulysses"]
+    assert devices.strategies_of(SEQUENCE, 16, {}) == ["ulysses", "gather"]
+    assert devices.strategies_of(FUSED, 8, {}) == ["gather"]
