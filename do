@@ -91,7 +91,8 @@ install() {
         "$python" -m venv --clear .venv
     fi
     say "installing blockdiag[$1] (the first time takes a few minutes)"
-    .venv/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[$1]"
+    # Modules are compiled when they are imported. Compiling all of them would take more than a minute.
+    .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt -e ".[$1]"
     fingerprint "$1" >".venv/installed-$1"
 }
 
@@ -136,8 +137,8 @@ test_versions() {
         printf '%s\n' "$constraints" >"$folder/constraints.txt"
     fi
     say "installing into $folder (takes a few minutes)"
-    "$folder/bin/python" -m pip install --disable-pip-version-check --quiet --upgrade --upgrade-strategy eager \
-        -c "$folder/constraints.txt" -e ".[cli,cuda,flax,torch,versions]"
+    "$folder/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile \
+        --upgrade --upgrade-strategy eager -c "$folder/constraints.txt" -e ".[cli,cuda,flax,torch,versions]"
     "$folder/bin/python" -m pip list --disable-pip-version-check |
         grep -E '^(python|jax|jaxlib|jax-cuda13-plugin|triton|torch|flax|optax|jaxtyping|numpy) ' >&2
     export JAX_PLATFORMS=cpu
