@@ -58,6 +58,7 @@ def launches(op):
 OPS = ("block_diagonal", "moba", "paged", "moba_paged", "append", "key_convolution", "fuse")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("op", OPS[1:])
 def test_kernels_of_an_operation_compile_for_consumer_gpus(op):
     """The tests of launch plans cover other architectures; there, the same calls have the marker `versions`."""

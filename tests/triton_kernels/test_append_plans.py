@@ -58,6 +58,7 @@ PROBLEMS = {
 }  # fmt: skip
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "name, arch",
     [

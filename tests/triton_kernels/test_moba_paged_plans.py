@@ -56,6 +56,7 @@ LONG = PROBLEMS["many blocks"]
 PAIRS = [(name, arch) for name in PROBLEMS for arch in (80, 90, 100) if "e4m3" not in name or arch > 80]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("name", "arch"),
     [pytest.param(name, arch, marks=[pytest.mark.versions] if name == "bfloat16" else []) for name, arch in PAIRS],

@@ -66,6 +66,7 @@ def launches(problem):
     return [PagedLaunch(problem, kind) for kind in (("splits",) if problem.num_splits == 1 else ("splits", "merge"))]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "one query" else []) for name in PROBLEMS]

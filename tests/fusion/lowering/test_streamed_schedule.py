@@ -28,6 +28,7 @@ def test_keys_and_values_stream_in_the_expected_cases(name):
     assert plans[90].inputs == launch.inputs and plans[90].outputs == launch.outputs
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "cross" else []) for name in STREAMED]
 )
