@@ -198,6 +198,15 @@ class _Engine:
         self.queues.groups.append(self.queues.copies)
         self.queues.copies = []
 
+    def arrive_after_copies(self, barrier: CopyBarrier, increment_count: bool) -> None:
+        assert not increment_count
+        self.warps.nap()
+        for copy in self.queues.copies:
+            copy()
+        self.queues.copies = []
+        # Each thread of a warp arrives.
+        barrier.arrive(32)
+
     def wait_group(self, left: int) -> None:
         self.warps.nap()
         while len(self.queues.groups) > left:
@@ -292,6 +301,22 @@ class _Values(Language):
         del layout, assert_trivial
         return tile
 
+    def expand_dims(self, tile: Array, axis: int) -> Array:
+        return np.expand_dims(tile, axis)
+
+    def full_like(self, tile: Array, value: float) -> Array:
+        return np.full_like(tile, value)
+
+    def zeros_like(self, tile: Array) -> Array:
+        return np.zeros_like(tile)
+
+    def atomic_add(self, place: Global, number: int, sem: str) -> Number:
+        """Add to a number in memory. Programs run in the order in which they start, so none waits for another."""
+        assert sem in ("acquire", "release")
+        before = Number(place.values[place.places()])
+        place.values[place.places()] += number
+        return before
+
     def load(self, place: Any) -> Any:
         found = place.values[place.places()]
         return Number(found) if np.ndim(found) == 0 and found.dtype.kind == "i" else array(found)
@@ -319,11 +344,21 @@ def interpret_gluon(plan: LaunchPlan, *arrays: np.ndarray, chance: random.Random
         chance: chooses the slow warps; None: no warp is slow.
     """
     chance = _Punctual() if chance is None else chance
-    outputs = [np.full(x.shape, np.nan, _DTYPES[x.dtype]) for x in plan.outputs]
+    sources = {output: source for source, output in plan.aliases}
+    outputs = [
+        arrays[sources[i]].copy() if i in sources else np.full(x.shape, np.nan, _DTYPES[x.dtype])
+        for i, x in enumerate(plan.outputs)
+    ]
     given = {"input": [np.ascontiguousarray(x) for x in arrays], "output": outputs}
     for program in range(plan.grid[0]):
         _run(plan, given, program, chance)
     return outputs
+
+
+def _add_rows(first: Global, offsets: Array, tile: Array) -> None:
+    place = (first + offsets).places()
+    assert place.shape == tile.shape
+    first.values[place] += tile
 
 
 def _run(plan: LaunchPlan, given: dict[str, list[np.ndarray]], program: int, chance: random.Random) -> None:
@@ -332,6 +367,7 @@ def _run(plan: LaunchPlan, given: dict[str, list[np.ndarray]], program: int, cha
     copy_engine, lines = Tile(), Tile()
     copy_engine.store_wait = engine.store_wait
     lines.commit_group, lines.wait_group = engine.commit_group, engine.wait_group
+    lines.mbarrier_arrive = engine.arrive_after_copies
     words = {
         "gl": _Values(program, warps), "tma": copy_engine, "async_copy": lines, "mbarrier": _Mbarrier(),
         "tma_load": engine.load, "tma_store": engine.store, "load_async": engine.copy,
@@ -341,6 +377,7 @@ def _run(plan: LaunchPlan, given: dict[str, list[np.ndarray]], program: int, cha
     }  # fmt: skip
     helpers = {
         "forgotten": Number,
+        "add_rows": _add_rows,
         "widened": lambda tile: tile.astype(np.float32),
         "rounded_product": lambda left, right: left * right,
     }

@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from triton.language import constexpr
+
+from blockdiag.triton_kernels.dense import hopper_backward
 from blockdiag.triton_kernels.parts import resident_tiles
 
 
@@ -72,7 +75,7 @@ def _numbers(name: str) -> Callable[..., object]:
 
 # The choices of a warp's longest delay per barrier, in seconds.
 _NAPS = (0.0, 0.0, 1e-4, 5e-4)
-_NAMES = [f"__{x}{y}__" for x in ("", "r") for y in ("add", "sub", "mul", "floordiv", "mod", "xor", "and")]
+_NAMES = [f"__{x}{y}__" for x in ("", "r") for y in ("add", "sub", "mul", "floordiv", "mod", "xor", "and", "rshift")]
 for _name in _NAMES:
     setattr(Number, _name, _numbers(_name))
 Number.__mod__ = lambda self, by: Parity.of(self) if by == 2 else Number(int(self) % by)  # pyrefly: ignore
@@ -234,6 +237,12 @@ class Language(Tile):
     def broadcast(self, *_: object) -> tuple[Tile, Tile]:
         return Tile(), Tile()
 
+    def constexpr(self, value: object) -> object:
+        return value
+
+    def static_range(self, *limits: int) -> object:
+        return map(Number, builtins.range(*limits))
+
     def split(self, _: object) -> tuple[Tile, Tile]:
         return Tile(), Tile()
 
@@ -241,9 +250,11 @@ class Language(Tile):
         for function, arguments in functions:
             names = function.__code__.co_varnames  # pyrefly: ignore
             given = dict(zip(names, arguments, strict=False))
+            for group in [x for x in arguments if isinstance(x, tuple) and hasattr(x, "_fields")]:
+                given |= group._asdict()
             for name, barriers in given.items():
-                if name.endswith("_full"):
-                    for full, empty in zip(barriers, given.get(name.replace("_full", "_empty"), []), strict=False):
+                if name.endswith("full"):
+                    for full, empty in zip(barriers, given.get(name.replace("full", "empty"), []), strict=False):
                         full.empty = empty
         self.warps.run([lambda f=function, a=arguments: f(*a) for function, arguments in functions])
 
@@ -299,7 +310,12 @@ def kernel_with(text: str, name: str, words: Mapping[str, Any], helpers: Mapping
         "range": lambda *x: map(Number, builtins.range(*x)),
         "PROPAGATE_NAN": True,
     } | dict(words)  # fmt: skip
-    for source in (inspect.getsource(resident_tiles), text):
+    for module in (resident_tiles, hopper_backward):
+        # The constants and the types of a template; its imports are replaced.
+        own = {key: x for key, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
+        constants = {key: x.value for key, x in vars(module).items() if isinstance(x, constexpr)}
+        scope |= {key: x for key, x in own.items() if isinstance(x, type)} | constants
+    for source in (inspect.getsource(resident_tiles), inspect.getsource(hopper_backward), text):
         exec(compile(source[source.index("@gluon.jit") :], f"<{name}>", "exec"), scope)
         scope |= helpers
     return scope[name]

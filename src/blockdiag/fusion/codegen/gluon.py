@@ -157,6 +157,7 @@ class HopperKernel:
         rounds: the number of rounds per tile; None if programs read it from lists.
         tiles: the number of programs if each did all rounds of a tile.
         each: the number of rounds per program; None if the launch chooses it.
+        num_warps: the warps of the function that the kernel starts with.
     """
 
     source: Source
@@ -166,3 +167,4 @@ class HopperKernel:
     rounds: int | None
     tiles: int
     each: int | None = None
+    num_warps: int = 4

@@ -43,12 +43,17 @@ class Output:
 
     Attributes:
         dims: the labels of its axes; "tq" and "tk" are query tiles and key tiles.
+        factor: what the array must be multiplied by.
+        starts_at_zero: whether the array must be zero before the launch. The source then has an input "zeros_<name>",
+            which shares its memory.
     """
 
     name: str
     dims: tuple[Dim, ...]
     shape: tuple[int, ...]
     dtype: str
+    factor: float = 1.0
+    starts_at_zero: bool = False
 
 
 @dataclass(frozen=True)

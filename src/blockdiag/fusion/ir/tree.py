@@ -318,3 +318,12 @@ def with_leaves(region: Region, replaced: Mapping[Leaf, Leaf], **changes: Any) -
         leaves=tuple(replaced[leaf] for leaf in region.leaves),
         **changes,
     )
+
+
+def with_node(root: Node, old: Node, leaf: Leaf) -> Node:
+    """Return a tree with a leaf in place of one of its nodes."""
+    known = {id(old): Node("leaf", leaf=leaf)}
+    for node in bottom_up(root):
+        if node is not old:
+            known[id(node)] = replace(node, inputs=tuple(known[id(x)] for x in node.inputs))
+    return known[id(root)]

@@ -13,7 +13,7 @@ import numpy as np
 from blockdiag.fusion.analysis.tile_lists import Lists
 from blockdiag.fusion.ir.factors import factored, has_keys, scores_of
 from blockdiag.fusion.ir.tile import Tile
-from blockdiag.fusion.ir.tree import Leaf, Node, Region, Source, bottom_up, leaves_of, nodes_of
+from blockdiag.fusion.ir.tree import Leaf, Region, Source, leaves_of, nodes_of, with_node
 from blockdiag.fusion.lowering.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
 from blockdiag.fusion.lowering.tile_program import value_columns
 
@@ -97,7 +97,7 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
         return None
     shape = (region.sizes["q"], keys)
     product = Leaf(Source("product", shape, np.dtype(np.float32)), (("q",), ("k",)), "score", (), is_constant=True)
-    score = _with_leaf(region.score, products[0], product)
+    score = with_node(region.score, products[0], product)
     inner = replace(region, score=score, leaves=(*region.leaves, product))
     slots = _slots(features, columns, chunk, has_exit=features != columns and not _is_wide(region))
     return Streamed(inner, product, query, key, places, features, columns, chunk, slots, lists)
@@ -110,14 +110,6 @@ def _is_at_hand(region: Region, lists: Lists | None) -> bool:
     plain = scores_of(region)[0][1]
     needed = leaves_of(plain) if lists is not None and lists.has_full and plain is not None else region.leaves
     return not any(leaf.role == "column" and leaf.source.key is not None for leaf in needed)
-
-
-def _with_leaf(score: Node, product: Node, leaf: Leaf) -> Node:
-    known = {id(product): Node("leaf", leaf=leaf)}
-    for node in bottom_up(score):
-        if node is not product:
-            known[id(node)] = replace(node, inputs=tuple(known[id(x)] for x in node.inputs))
-    return known[id(score)]
 
 
 def _is_wide(region: Region) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from blockdiag.common.zigzag import zigzag_order
 from blockdiag.fusion.analysis.interval import unknown
 from blockdiag.fusion.analysis.leaf_ranges import Extent, Tiling, constant_extent, distance_extent
-from blockdiag.fusion.analysis.mask_states import DEAD, MaskStates
+from blockdiag.fusion.analysis.mask_states import DEAD, MASKED_TILE, MaskStates
 from blockdiag.fusion.analysis.range_analysis import tile_extent
 from blockdiag.fusion.analysis.refinement import decided_blocks, offset_states
 from blockdiag.fusion.analysis.tile_lists import Lists
@@ -97,6 +97,103 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
             x = jnp.asarray(x)
             made[f"live_{what}{way}"] = x if x.ndim == 1 else x.reshape(*shape, -1, x.shape[-1])
     return Live(Lists(masks.labels, has_full, tuple(table.form for table in tables.values())), made)
+
+
+# The most tiles whose states one-pass kernels take, as int32 numbers on the device: 128 MB each of codes and ranks.
+_MOST_WALKED = 1 << 25
+# Up to this many, the tables of known masks are constants of the program; beyond, they are computed from states.
+_MOST_CONSTANT = 1 << 18
+
+
+@dataclass(frozen=True)
+class Walks:
+    """Lists of the live query tiles of each key tile, in ascending order, for one-pass kernels.
+
+    Attributes:
+        labels: the batch labels along which the lists differ.
+        arrays: int32 arrays by name, see below.
+        share: the fraction of tiles that are not dead; 1 if it depends on arrays.
+
+    | name | content |
+    |---|---|
+    | walk_codes | [labels.., tk, tq + 1], for each query tile twice the next live tile at or after it, plus 1 if masks touch that tile; last the number of live tiles |
+    | walk_ranks | [labels.., tk, tq], for each live query tile the number of later key tiles that are live for it |
+    """  # noqa: E501
+
+    labels: tuple[str, ...]
+    arrays: Mapping[str, Any]
+    share: float
+
+
+def walk_labels(region: Region, tile: Tile) -> tuple[str, ...] | None:
+    """Return the batch labels along which `walk_tables` differ; None if it returns None.
+
+    Raises:
+        OverflowError: the tables would have too many elements.
+    """
+    masks = region.once(_masks, tile)
+    if masks is None or (masks.is_known and region.once(_known_tables, tile) is None):
+        return None
+    tiling = Tiling(tile, region.sizes["q"], region.sizes["k"])
+    count = math.prod((*tiling.counts, *(region.sizes[x] for x in masks.labels)))
+    if count > _MOST_WALKED:
+        raise OverflowError(f"{count} tiles are too many to list")
+    return masks.labels
+
+
+def walk_tables(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Walks | None:
+    """Return lists of live tiles for one-pass kernels, None if no tile is known to be dead; see `live_tiles`.
+
+    Raises:
+        OverflowError: the tables would have too many elements.
+    """
+    labels = walk_labels(region, tile)
+    if labels is None:
+        return None
+    masks = region.once(_masks, tile)
+    assert masks is not None
+    tiling = Tiling(tile, region.sizes["q"], region.sizes["k"])
+    shape = (*(region.sizes[label] for label in labels), *tiling.counts)
+    share = 1.0
+    if masks.is_known:
+        found = region.once(_known_states, tile).reshape(shape)
+        share = float((found != DEAD).mean())
+        if found.size > _MOST_CONSTANT:
+            found = jax.lax.optimization_barrier(jnp.asarray(found))
+    else:
+        states = mask_states(region, tile, arrays)
+        batch = tuple(region.sizes[label] if label in labels else 1 for label in region.batch)
+        row, column = np.arange(tiling.counts[0])[:, None], np.arange(tiling.counts[1])[None, :]
+        found = jnp.broadcast_to(states.at(row, column), (*batch, *tiling.counts)).reshape(shape)
+    codes, ranks = walk_of(found)
+    return Walks(labels, {"walk_codes": jnp.asarray(codes), "walk_ranks": jnp.asarray(ranks)}, share)
+
+
+def _known_states(region: Region, tile: Tile) -> np.ndarray:
+    """Return the states of all tiles of known masks, int8 [cells, tq, tk]."""
+    found = region.once(_known_tables, tile)
+    assert found is not None
+    table = found[0][""]
+    key_tiles = Tiling(tile, region.sizes["q"], region.sizes["k"]).counts[1]
+    return expanded(table.form, table.counts, table.numbers, key_tiles)
+
+
+def walk_of(states: Any) -> tuple[Any, Any]:
+    """Return codes and ranks of states [.., query tiles, key tiles], see `Walks`; NumPy arrays for a NumPy array."""
+    xp = np if isinstance(states, np.ndarray) else jnp
+    states = xp.swapaxes(states, -1, -2)
+    is_live, tiles = states != DEAD, states.shape[-1]
+    places = np.arange(tiles, dtype=np.int32)
+    places = places.reshape((1,) * (states.ndim - 1) + (tiles,))
+    own = xp.where(is_live, 2 * places + (states == MASKED_TILE).astype(np.int32), np.int32(2 * tiles))
+    if xp is np:
+        following = np.minimum.accumulate(own[..., ::-1], axis=-1)[..., ::-1]
+    else:
+        following = jax.lax.cummin(own, axis=own.ndim - 1, reverse=True)
+    count = is_live.sum(-1, dtype=np.int32)
+    lives = is_live.astype(np.int32)
+    later = xp.flip(xp.cumsum(xp.flip(lives, -2), axis=-2, dtype=np.int32), -2) - lives
+    return xp.concatenate([following, count[..., None]], -1), later
 
 
 def needs_balance(region: Region, devices: int) -> bool:

@@ -17,6 +17,7 @@ from blockdiag.fusion.codegen.diagonals import diagonals_source
 from blockdiag.fusion.codegen.expressions import NotPrintable
 from blockdiag.fusion.codegen.gluon import HopperKernel
 from blockdiag.fusion.codegen.kernels import Source, forward_source
+from blockdiag.fusion.codegen.one_pass_backward import one_pass_kernel
 from blockdiag.fusion.codegen.resident_backward import resident_backward
 from blockdiag.fusion.codegen.resident_forward import resident_kernel
 from blockdiag.fusion.codegen.resident_pairs import OWN, resident_pairs
@@ -27,6 +28,7 @@ from blockdiag.fusion.ir.tile import Kind, Tile
 from blockdiag.fusion.ir.tree import FEATURES, Leaf, Region, nodes_of, with_leaves
 from blockdiag.fusion.ir.tree import Source as ArraySource
 from blockdiag.fusion.lowering.diagonals import distance_gradient
+from blockdiag.fusion.lowering.one_pass_schedule import one_pass
 from blockdiag.fusion.lowering.resident_schedule import CHUNK, rounds_each
 from blockdiag.fusion.lowering.tile_configs import Config, config_of, shared_bytes, widest
 from blockdiag.fusion.lowering.tile_program import (
@@ -37,7 +39,7 @@ from blockdiag.fusion.lowering.tile_program import (
     value_columns,
     value_labels,
 )
-from blockdiag.fusion.runtime.block_sparsity import Live, live_tiles
+from blockdiag.fusion.runtime.block_sparsity import Live, live_tiles, walk_labels, walk_tables
 from blockdiag.interop import jax_call
 from blockdiag.interop.by_target import by_target
 from blockdiag.triton_kernels.launch.compile import load_compiler, shared_limit
@@ -161,6 +163,7 @@ class FusedLaunch:
         places: dict[str, tuple[Role, int]] = {x: ("input", i) for i, x in enumerate(self.source.inputs)}
         for i, written in enumerate(self.source.outputs):
             places[written.name] = ("output", i)
+        started = [(x.name, i) for i, x in enumerate(self.source.outputs) if x.starts_at_zero]
         dtype = {"bfloat16": gl.bfloat16, "float16": gl.float16}[kernel.dtype]
         arguments: dict[str, Argument] = {}
         for name, array, shape, block in kernel.moved:
@@ -179,7 +182,8 @@ class FusedLaunch:
             inputs=self.inputs,
             outputs=self.outputs,
             arguments=arguments,
-            options=CompileOptions(num_warps=4),
+            options=CompileOptions(num_warps=kernel.num_warps),
+            aliases=tuple((places[f"zeros_{name}"][1], place) for name, place in started),
             flops=self.flops,
         )
 
@@ -217,15 +221,14 @@ def backward(
     interpret: bool = False,
 ) -> tuple[list[Any], Any]:
     """Return the gradients of the leaves, None for a leaf without one, and the gradient of the values."""
-    operands = (*leaves, value, output, log_sum, cotangent)
+    has_sum = log_sum_cotangent is not None
+    operands = (*leaves, value, output, log_sum, cotangent, *([log_sum_cotangent] if has_sum else []))
     inner, _ = arranged(region)
-    # The joint kernel computes delta itself, without the cotangent of the log-sum-exp.
-    joint = None if interpret or log_sum_cotangent is not None else joint_kernel(inner)
-    if joint is None:
-        found = _gradients(region, None, None, *operands, log_sum_cotangent=log_sum_cotangent, interpret=interpret)
+    if interpret or not has_leading_kernel(inner, has_sum=has_sum):
+        found = _gradients(region, None, has_sum, *operands, interpret=interpret)
     else:
-        on_hopper = functools.partial(_gradients, region, joint, _is_hopper)
-        elsewhere = functools.partial(_gradients, region, None, _is_not_hopper)
+        on_hopper = functools.partial(_gradients, region, _is_hopper, has_sum)
+        elsewhere = functools.partial(_gradients, region, _is_not_hopper, has_sum)
         found = by_target(_is_hopper, on_hopper, elsewhere, *operands)
     *found, value_grad = found
     rest = iter(found)
@@ -242,24 +245,25 @@ def _is_not_hopper(target: Target) -> bool:
 
 def _gradients(
     region: Region,
-    joint: "Kernel | None",
     where: Callable[[Target], bool] | None,
+    has_sum: bool,
     *operands: Any,
-    log_sum_cotangent: Any = None,
     interpret: bool = False,
 ) -> list[Any]:
     """Return the gradients of the leaves that have one, and the gradient of the values.
 
     Args:
-        joint: the kernel that replaces the "rows" and "pairs" kernels, or None.
         where: selects the targets that this computation is for; None: all targets.
+        has_sum: whether the log-sum-exp has a cotangent, which then is the last operand.
         operands: the arrays of leaves, values, result, log-sum-exp and cotangent.
-        log_sum_cotangent: the cotangent of the log-sum-exp, None if it is 0. It must be None with a joint kernel.
     """
-    *leaves, value, output, log_sum, cotangent = operands
+    count = len(region.leaves)
+    leaves, (value, output, log_sum, cotangent) = operands[:count], operands[count : count + 4]
+    log_sum_cotangent = operands[-1] if has_sum else None
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
-    wanted = backward_kernels(inner, arrays) if joint is None else hopper_kernels(inner, arrays, joint)
+    wanted = None if where is not _is_hopper else hopper_kernels(inner, arrays, has_sum=has_sum)
+    wanted = backward_kernels(inner, arrays) if wanted is None else wanted
     arrays |= {"log_sum": log_sum}
     for name, x in (("output", output), ("cotangent", cotangent.astype(value.dtype))):
         arrays[name] = canonical_result(region, x) if change.changes_result else x
@@ -274,7 +278,7 @@ def _gradients(
     written = {}
     for kernels in (wanted[:1], wanted[1:]) if made else (wanted,):
         for kernel, results in zip(kernels, launch(kernels, arrays), strict=True):
-            written |= {x.name: (results[x.name], x.dims) for x in kernel.source.outputs}
+            written |= {x.name: (_scaled(results[x.name], x.factor), x.dims) for x in kernel.source.outputs}
             arrays |= {name: results[name] for name in made & results.keys()}
     grads = [
         change.leaf_gradient(i, leaves[i], *written[f"grad{i}"])
@@ -282,6 +286,10 @@ def _gradients(
         if leaf.has_gradient
     ]
     return [*grads, change.value_gradient(value, *written["grad_value"])]
+
+
+def _scaled(x: Any, factor: float) -> Any:
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +323,11 @@ class Kernel:
 
     def given(self, arrays: Mapping[str, Any]) -> list[Any]:
         """Return its input arrays, in order."""
-        return [self.live[name] if name in self.live else arrays[name] for name in self.source.inputs]
+        found = {**arrays, **self.live}
+        for x in self.source.outputs:
+            if x.starts_at_zero:
+                found[f"zeros_{x.name}"] = jnp.zeros(x.shape, x.dtype)
+        return [found[name] for name in self.source.inputs]
 
     def launch(self, specs: Sequence[TensorSpec]) -> FusedLaunch:
         """Return the launch on arrays of these shapes and dtypes."""
@@ -399,15 +411,54 @@ def joint_kernel(region: Region) -> Kernel | None:
     return Kernel(found.source, tile, 4, 1, (0, 0), {}, found, _flops(region, "pairs", tile, None))
 
 
-def hopper_kernels(region: Region, arrays: Mapping[str, Any] | None, joint: Kernel) -> list[Kernel]:
-    """Return the kernels of a backward pass on Hopper with a joint kernel, which comes first.
+def leading_one_pass(region: Region, arrays: Mapping[str, Any]) -> Kernel | None:
+    """Return the kernel that computes the gradients of queries, keys and values on Hopper, None if it does not apply.
+
+    Args:
+        region: an arranged region.
+        arrays: the leaves by name, from which lists of tiles are computed.
+    """
+    plan = region.once(one_pass)
+    if plan is None:
+        return None
+    try:
+        labels = region.once(walk_labels, plan.tile)
+        kernel = region.once(one_pass_kernel, labels)
+    except (NotPrintable, OverflowError):
+        # Gluon lacks some operations that Triton has, and very long sequences have too many tiles.
+        return None
+    if kernel is None:
+        return None
+    walks = walk_tables(region, plan.tile, arrays)
+    live, share = ({}, 1.0) if walks is None else (walks.arrays, walks.share)
+    flops = _flops(region, "columns", plan.tile, None) * 1.25 * share
+    return Kernel(kernel.source, plan.tile, kernel.num_warps, 1, (0, 0), live, kernel, flops)
+
+
+def has_leading_kernel(region: Region, *, has_sum: bool) -> bool:
+    """Return whether backward passes of a region launch a kernel that replaces several others on Hopper.
+
+    Args:
+        region: an arranged region.
+        has_sum: whether the log-sum-exp has a cotangent.
+    """
+    return (not has_sum and joint_kernel(region) is not None) or region.once(one_pass) is not None
+
+
+def hopper_kernels(region: Region, arrays: Mapping[str, Any], *, has_sum: bool) -> list[Kernel] | None:
+    """Return the kernels of a backward pass on Hopper; the first replaces several others. None if there is no such.
 
     Args:
         region, arrays: as for `backward_kernels`.
+        has_sum: whether the log-sum-exp has a cotangent. The joint kernel computes delta itself, without it.
     """
-    written = {x.name for x in joint.source.outputs}
+    leading = None if has_sum else joint_kernel(region)
+    leading = leading_one_pass(region, arrays) if leading is None else leading
+    if leading is None:
+        return None
+    written = {x.name for x in leading.source.outputs}
     rest = [x for x in backward_kernels(region, arrays) if not written & {out.name for out in x.source.outputs}]
-    return [joint, *rest]
+    return [leading, *rest]
 
 
 def _on_hopper(kernel: Kernel, make: Callable[[], HopperKernel | None]) -> Kernel:
@@ -457,8 +508,9 @@ def _kernels(region: Region) -> tuple[Kernel, ...] | str:
 
     def collect(leaves: Sequence[Any], value: Any) -> None:
         arrays = arrays_by_name(change, leaves, value)
-        joint = joint_kernel(inner)
-        every = [forward_kernel(inner, arrays), *backward_kernels(inner, arrays), *([] if joint is None else [joint])]
+        leading = (hopper_kernels(inner, arrays, has_sum=has_sum) for has_sum in (False, True))
+        every = [forward_kernel(inner, arrays), *backward_kernels(inner, arrays)]
+        every += [found[0] for found in leading if found is not None]
         for kernel in every:
             shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in kernel.live.items()}
             found.append(dataclasses.replace(kernel, live=shapes))
@@ -500,7 +552,7 @@ class _Change:
         region = self.region
         leaf = region.leaves[place]
         if dims == leaf.dims and not self.leaves[place]:
-            return grad
+            return grad.astype(leaf.gradient_dtype)
         if leaf.role == "distance":
             return distance_gradient(region, leaf, array, grad)
         inner = self.inner.leaves[place]

@@ -22,7 +22,6 @@ from blockdiag.fusion.runtime.triton import (
     backward_kernels,
     forward_kernel,
     hopper_kernels,
-    joint_kernel,
     kernel_of,
 )
 from blockdiag.interop.dlpack import TENSOR_DTYPES, refuse_several
@@ -47,6 +46,7 @@ class Gradient:
         target: labels of the axes of the operand.
         shape: shape of the operand.
         dtype: dtype of the operand.
+        factor: what the written array must be multiplied by.
     """
 
     operand: int
@@ -55,9 +55,13 @@ class Gradient:
     target: tuple[Dim, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    factor: float = 1.0
 
     def finished(self, written: torch.Tensor) -> torch.Tensor:
         """Return the gradient: partial results are summed and placed where the region reads the operand."""
+        if self.factor != 1.0:
+            # Two passes, but the second one also converts: torch has no kernel that does both.
+            written = written.mul_(self.factor)
         if self.dims == self.target:
             return written.to(self.dtype)
         dims = self.dims
@@ -143,7 +147,8 @@ class Step:
 
     Attributes:
         launch: its kernel and arrays.
-        inputs: indices of operands, and names of the region's own arrays: "output", "log_sum", "cotangent" and "delta".
+        inputs: indices of operands, and names of the region's own arrays: "output", "log_sum", "cotangent", "delta",
+            and "zeros_<name>", arrays of zeros that become an output.
         gradients: one for each array that it writes; None if the array is no gradient of an operand.
         has_delta: whether the last array that it writes is "delta", for the launches after it.
     """
@@ -162,7 +167,7 @@ class Steps:
         forward: writes the result and the log-sum-exp.
         delta: computes "delta", if a backward launch reads it.
         backward: launches that write gradients; empty if gradients were not requested.
-        on_hopper: replaces `backward` on Hopper if the gradient of a bias that stays in shared memory is needed.
+        on_hopper: replaces `backward` on Hopper, if one launch can compute several gradients there.
         cotangent: dtype of the cotangent that backward launches read.
         has_log_sum: whether the log-sum-exp is also a result.
         carriers: number of trailing operands that no launch reads; each receives the gradient of another operand.
@@ -271,15 +276,14 @@ def mark(
     arrays = arrays_by_name(change, leaves, value)
     constant = {name: jax.lax.stop_gradient(x) for name, x in arrays.items()}
     groups = [[forward_kernel(inner, constant)], backward_kernels(inner, constant) if has_gradient else [], []]
-    joint = joint_kernel(inner) if has_gradient else None
-    if joint is not None:
-        groups[-1] = hopper_kernels(inner, constant, joint)
+    if has_gradient:
+        groups[-1] = hopper_kernels(inner, constant, has_sum=False) or hopper_kernels(inner, constant, has_sum=True) or []
     kernels = list(itertools.chain(*groups))
     names = {name for kernel in kernels for name in kernel.source.inputs}
     operands = {name: x for name, x in arrays.items() if name in names}
     places = {name: place for place, name in enumerate(operands)}
     arguments = list(operands.values())
-    made = _made(kernels[0], value.dtype)
+    made = _made(kernels, value.dtype)
     launched: list[tuple[Kernel, tuple[int | str, ...]]] = []
     for kernel in kernels:
         inputs: list[int | str] = []
@@ -362,11 +366,13 @@ def mark_gradients(
     return [*grads, change.value_gradient(value, *written["grad_value"])]
 
 
-def _made(forward: Kernel, value_dtype: Any) -> dict[str, TensorSpec]:
-    """Return shapes and dtypes of the arrays that the region itself makes."""
-    output, log_sum = (TensorSpec(x.shape, x.dtype) for x in forward.source.outputs)
+def _made(kernels: Sequence[Kernel], value_dtype: Any) -> dict[str, TensorSpec]:
+    """Return shapes and dtypes of the arrays that the region itself makes; the first kernel is that of the result."""
+    output, log_sum = (TensorSpec(x.shape, x.dtype) for x in kernels[0].source.outputs)
     cotangent = TensorSpec(output.shape, jnp.dtype(value_dtype).name)
-    return {"output": output, "log_sum": log_sum, "delta": log_sum, "cotangent": cotangent}
+    written = [x for kernel in kernels for x in kernel.source.outputs]
+    zeros = {f"zeros_{x.name}": TensorSpec(x.shape, x.dtype) for x in written if x.starts_at_zero}
+    return {"output": output, "log_sum": log_sum, "delta": log_sum, "cotangent": cotangent, **zeros}
 
 
 def _spec(x: Any) -> TensorSpec:
@@ -400,7 +406,7 @@ def _gradient(inner: Region, written: Output, places: Mapping[str, int], count: 
             sizes[dim[0]] = size
     place = places[name]
     dtype = _tensor_dtype(source.dtype) if place < count else torch.float32
-    return Gradient(place, written.dims, sizes, target, tuple(source.shape), dtype)
+    return Gradient(place, written.dims, sizes, target, tuple(source.shape), dtype, written.factor)
 
 
 class BoundRegion:
@@ -430,7 +436,14 @@ class BoundRegion:
         launch = self._bound.get(id(step))
         if launch is None:
             launch = self._bound[id(step)] = self._bind(step.launch)
-        return launch(tuple([made[x] if isinstance(x, str) else operands[x] for x in step.inputs]))
+        given = []
+        for x, spec in zip(step.inputs, step.launch.inputs, strict=True):
+            if isinstance(x, str) and x.startswith("zeros_"):
+                dtype, device = TENSOR_DTYPES[jnp.dtype(spec.dtype)], made["output"].device
+                given.append(torch.zeros(spec.shape, dtype=dtype, device=device))
+            else:
+                given.append(made[x] if isinstance(x, str) else operands[x])
+        return launch(tuple(given))
 
     def backward(
         self,
@@ -445,8 +458,7 @@ class BoundRegion:
         steps = self.steps
         cotangent = torch.zeros_like(output) if cotangent is None else dense(cotangent)
         made = {"output": output, "log_sum": log_sum, "cotangent": cotangent}
-        # The joint launch computes delta itself, and so cannot subtract the cotangent of the log-sum-exp.
-        launches = self.backward_steps(needed) if log_sum_cotangent is None else steps.backward
+        launches = self.backward_steps(needed, has_sum=log_sum_cotangent is not None)
         if steps.delta is not None and not launches[0].has_delta:
             (made["delta"],) = self.run(steps.delta, (), made)
             if log_sum_cotangent is not None:
@@ -465,10 +477,16 @@ class BoundRegion:
                     found[gradient.operand] = gradient.finished(written)
         return found
 
-    def backward_steps(self, needed: Any) -> tuple[Step, ...]:
-        """Return the backward launches; the joint one only pays if all gradients that it writes are needed."""
+    def backward_steps(self, needed: Any, *, has_sum: bool = False) -> tuple[Step, ...]:
+        """Return the backward launches. A launch that replaces several only pays if all its gradients are needed.
+
+        Args:
+            has_sum: whether the log-sum-exp has a cotangent, which launches that compute delta cannot subtract.
+        """
         steps = self.steps.on_hopper
         if not steps or self._target is None or not has_hopper_kernels(self._target.arch):
+            return self.steps.backward
+        if has_sum and steps[0].has_delta:
             return self.steps.backward
         is_needed = all(gradient is None or needed[gradient.operand] for gradient in steps[0].gradients)
         return steps if is_needed else self.steps.backward

@@ -1,0 +1,269 @@
+"""Gluon source of the Hopper backward kernel that takes one pass over score tiles.
+
+The kernel is the template `triton_kernels.dense.hopper_backward`. Printed are the device functions that it calls: the
+places of tiles, scores, and the gradients of products.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockdiag.fusion.codegen.backward import gradient_dims, partial_dims
+from blockdiag.fusion.codegen.expressions import NAN_LINE, Value
+from blockdiag.fusion.codegen.gluon import GluonPrinter, GluonWriter, HopperKernel, print_function
+from blockdiag.fusion.codegen.kernels import LOG2_E, Output, Source, Writer, cells_of
+from blockdiag.fusion.frontend.trace import tile_jaxpr
+from blockdiag.fusion.ir.layout import layout_of, shape_of
+from blockdiag.fusion.ir.tree import Node, Region
+from blockdiag.fusion.lowering.one_pass_schedule import OnePass, one_pass, programs_of, tiles_of
+from blockdiag.fusion.lowering.tile_program import tile_function
+
+NAME = "fused_backward_one_pass"
+WALK = ("walk_codes", "walk_ranks")
+"""Names of the lists of query tiles that a program visits, see `runtime.block_sparsity.walk_tables`."""
+_HEAD = f"""import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from blockdiag.triton_kernels.dense.hopper_backward import BackwardShape, Functions, one_pass_backward
+
+{NAN_LINE}
+
+
+"""
+
+
+class _Writer(GluonWriter):
+    """Writer of the device functions of a kernel."""
+
+    def __init__(self, plan: OnePass) -> None:
+        writer = Writer(plan.region, "columns", plan.tile, (len(plan.region.leaves) - 1,), flipped=True)
+        super().__init__(plan.region, writer, (plan.query, plan.key, plan.product))
+        self.plan = plan
+        # Rows of arrays [batch.., q, features] are counted, too.
+        self.is_long |= cells_of(plan.region, plan.region.batch) * plan.region.sizes["q"] >= 2**31
+
+    def function(self, name: str, parameters: str, body: Callable[[], None], known: Mapping[str, str]) -> None:
+        """Print a device function.
+
+        Args:
+            known: expressions of names that the body may use; those that it uses are assigned first.
+        """
+        print_function(self, f"def {name}({parameters}):")
+        lines = self.writer.lines
+        first = len(lines)
+        body()
+        words = set(re.findall(r"\w+", "\n".join(lines[first:])))
+        lines[first:first] = [f"    {one} = {expression}" for one, expression in known.items() if one in words]
+        self.emit()
+        self.emit()
+
+
+def _indices(labels: Sequence[str], name: str) -> dict[str, str]:
+    """Return the expressions of batch indices in a tuple."""
+    return {f"i_{label}": f"{name}[{i}]" for i, label in enumerate(labels)}
+
+
+def _packed(labels: Sequence[str], otherwise: str) -> str:
+    return f"({', '.join(f'i_{label}' for label in labels) or otherwise},)"
+
+
+def _places(own: _Writer, labels: Sequence[str]) -> None:
+    """Print the functions that locate tiles.
+
+    Args:
+        labels: the batch labels along which lists of tiles differ.
+    """
+    plan, region = own.plan, own.region
+    emit = own.emit
+
+    def own_place() -> None:
+        own.decode("cell", plan.own)
+        emit(f"return {_packed(plan.own, 'cell')}")
+
+    def place() -> None:
+        own.decode("other", plan.others)
+        emit(f"return {_packed(region.batch, 'other')}")
+
+    own.function("own_place", "cell", own_place, {})
+    own.function("place", "own, other", place, _indices(plan.own, "own"))
+    known = _indices(region.batch, "place")
+
+    def at(name: str) -> None:
+        emit(f"return {own.at(plan.places[name], 'first')}")
+
+    for name, source in (("query", "query"), ("key", "key"), ("value", "value"), ("cotangent", "output")):
+        own.function(f"{name}_at", "place, first", lambda source=source: at(source), known)
+
+    def line(some: Sequence[str], last: int) -> None:
+        sizes = {label: region.sizes[label] for label in some} | {"last": last}
+        layout = layout_of(list(sizes.values()), [(label,) for label in sizes], sizes)
+        emit(f"return {layout.base(some)}")
+
+    own.function("row_at", "place", lambda: line(region.batch, region.sizes["q"]), known)
+    own.function("line_at", "place", lambda: line(labels, 1), known)
+
+
+def _scores(own: _Writer) -> None:
+    """Print the functions of scores and of the gradients of products, with and without masks."""
+    score, plain = own.writer.scores
+    assert score is not None
+    known = _indices(own.region.batch, "place") | {f"p_leaf{x}": f"arrays[{i}]" for i, x in enumerate(own.pointers)}
+    plain = score if plain is None else plain
+    tiles = "arrays, place, r_q, r_k, products"
+    own.function("score", tiles, functools.partial(_return, own, own.writer.tile_program([score])), known)
+    own.function("plain_score", tiles, functools.partial(_return, own, own.writer.tile_program([plain])), known)
+    own.function("slope", f"{tiles}, power, weighed", functools.partial(_return, own, _slope(own, plain)), known)
+
+
+def _slope(own: _Writer, root: Node) -> Any:
+    """Return the program that computes the gradients of products, without the factor of scores."""
+    writer = own.writer
+    function = tile_function([root], own.region.leaves, np.dtype(np.float32), flipped=True)
+    shape = writer.turned(own.plan.tile.rows, own.plan.tile.columns)
+
+    def gradient(given: Sequence[Any], power: Any, weighed: Any) -> Any:
+        def compute(products: Any) -> Any:
+            (found,) = function(*given[:-1], products)
+            return jnp.broadcast_to(found, shape)
+
+        _, pull = jax.vjp(compute, given[-1])
+        return pull(power * weighed)
+
+    tile = jax.ShapeDtypeStruct(shape, np.float32)
+    return tile_jaxpr(gradient, writer.tile_avals(), tile, tile)
+
+
+def _return(own: _Writer, program: Any) -> None:
+    """Print the body of a function that computes a tile program.
+
+    Only the leaves that the program reads are loaded.
+    """
+    region, emit = own.region, own.emit
+    used = {id(x) for equation in program.jaxpr.eqns for x in equation.invars} | {id(x) for x in program.jaxpr.outvars}
+    shape = own.writer.turned(own.plan.tile.rows, own.plan.tile.columns)
+    tiles = []
+    count = len(region.leaves) - 1
+    for i, leaf in enumerate(region.leaves[:-1]):
+        is_read = id(program.jaxpr.invars[i]) in used and leaf.role in ("row", "column", "scalar")
+        tiles.append(_read(own, i) if is_read else Value("0", own.writer.tile_shape(leaf)))
+    tiles.append(Value("products", shape))
+    rest = [Value(name, shape) for name in ("power", "weighed")][: len(program.jaxpr.invars) - count - 1]
+    (found,) = GluonPrinter(emit, "x", own.writer.precision).run(program, [*tiles, *rest])
+    name = found.name
+    if found.shape != shape:
+        name = f"{name} + gl.zeros_like(products)"
+    emit(f"return {name}")
+
+
+def _read(own: _Writer, place: int) -> Value:
+    lines = own.writer.lines
+    first = len(lines)
+    found = own.writer.read(place)
+    lines[first:] = [line.replace("tl.", "gl.") for line in lines[first:]]
+    return found
+
+
+def one_pass_kernel(region: Region, labels: tuple[str, ...] | None, *, is_ordered: bool = True) -> HopperKernel | None:
+    """Return the one-pass backward kernel of a region, None if the schedule does not apply.
+
+    Args:
+        region: an arranged region.
+        labels: the batch labels along which lists of tiles differ; None if there are no lists.
+        is_ordered: whether the queries' gradients are summed in a fixed order.
+    """
+    plan = region.once(one_pass)
+    if plan is None or not set(labels or ()) <= set(plan.own):
+        return None
+    own = _Writer(plan)
+    own.writer.lines = []
+    _places(own, labels or ())
+    _scores(own)
+    _entry(own, is_listed=labels is not None, is_ordered=is_ordered)
+    leaves, places, width = region.leaves, plan.places, plan.width
+    query, key = leaves.index(plan.query), leaves.index(plan.key)
+    rows, keys = plan.tile.rows, plan.tile.columns
+    listed = WALK if labels is not None else ()
+    outputs = _outputs(plan, query, key)
+    started = [x.name for x in outputs if x.starts_at_zero]
+    pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum", "delta", f"grad{query}", "turns")
+    inputs = (
+        *(f"leaf{i}" for i, leaf in enumerate(leaves) if i in (query, key, *own.pointers) and leaf.source.key is not None),
+        "value", *listed, "log_sum", "cotangent", "delta", *(f"zeros_{name}" for name in started),
+    )  # fmt: skip
+    moved = (
+        ("query", f"leaf{query}", places["query"].shape, (rows, width)),
+        ("key", f"leaf{key}", places["key"].shape, (keys, width)),
+        ("value", "value", places["value"].shape, (keys, width)),
+        ("cotangent", "cotangent", places["output"].shape, (rows, width)),
+        ("key_gradient", f"grad{key}", places["key"].shape, (keys, width)),
+        ("value_gradient", "grad_value", places["value"].shape, (keys, width)),
+    )
+    programs = programs_of(plan)
+    text = _HEAD + "\n".join(own.writer.lines) + "\n"
+    source = Source(text, NAME, inputs, outputs, (programs, 1, 1))
+    return HopperKernel(source, moved, jnp.dtype(region.value.dtype).name, pointers, None, programs, num_warps=8)
+
+
+def _outputs(plan: OnePass, query: int, key: int) -> tuple[Output, ...]:
+    region = plan.region
+    sizes = region.sizes
+    dims = partial_dims(plan.query, region.batch)
+    key_dims = gradient_dims(plan.key, [x for x in region.batch if x in plan.own])
+    assert key_dims is not None
+    dtype = jnp.dtype(region.value.dtype).name
+    turns = cells_of(region, region.batch) * tiles_of(plan)[0]
+    return (
+        Output(
+            f"grad{query}", dims, shape_of(dims, sizes), "float32", factor=_factor(plan), starts_at_zero=True
+        ),
+        Output(f"grad{key}", key_dims, shape_of(key_dims, sizes), dtype),
+        Output("grad_value", region.value_dims, shape_of(region.value_dims, sizes), dtype),
+        Output("turns", ((),), (turns,), "int32", starts_at_zero=True),
+    )
+
+
+def _factor(plan: OnePass) -> float:
+    return Writer(plan.region, "columns", plan.tile, flipped=True).factor
+
+
+def _entry(own: _Writer, *, is_listed: bool, is_ordered: bool) -> None:
+    """Print the static properties and the kernel function."""
+    plan, emit = own.plan, own.emit
+    factor = own.writer.factor
+    root = own.writer.scores[0] if own.writer.scores[1] is None else own.writer.scores[1]
+    assert root is not None
+    # Masks that cannot be told apart from scores touch all tiles, and so do masks when no tile is known to be dead.
+    is_apart = own.writer.scores[1] is not None and is_listed
+    masks = "none" if not plan.has_masks else "some" if is_apart else "all"
+    row_tiles, key_tiles = tiles_of(plan)
+    others = math.prod(plan.region.sizes[x] for x in plan.others)
+    own.writer.depth = 0
+    names = ("own_place", "place", "query_at", "key_at", "value_at", "cotangent_at", "row_at", "line_at", "score",
+             "plain_score", "slope")  # fmt: skip
+    emit(f"FUNCTIONS = gl.constexpr(Functions({', '.join(names)}))")
+    emit(
+        f"SHAPE = gl.constexpr(BackwardShape({plan.tile.rows}, {plan.width}, {row_tiles}, {key_tiles}, {others}, "
+        f"{masks!r}, {is_listed}, {factor * LOG2_E}, {factor}, {root.leaf is plan.product}, {is_ordered}))"
+    )
+    emit()
+    emit()
+    codes = "p_walk_codes, p_walk_ranks" if is_listed else "p_turns, p_turns"
+    listed = ", p_walk_codes, p_walk_ranks" if is_listed else ""
+    query = own.region.leaves.index(plan.query)
+    parameters = (
+        f"query, key, value, cotangent, key_gradient, value_gradient{own.parameters()}{listed}, p_log_sum, p_delta, "
+        f"p_grad{query}, p_turns"
+    )
+    arrays = ", ".join(f"p_leaf{i}" for i in own.pointers) or "p_log_sum"
+    print_function(own, f"def {NAME}({parameters}):")
+    emit(
+        f"one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient, ({arrays},), {codes}, "
+        f"p_log_sum, p_delta, p_grad{query}, p_turns, FUNCTIONS, SHAPE)"
+    )

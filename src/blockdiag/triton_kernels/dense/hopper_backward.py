@@ -1,0 +1,405 @@
+"""Template in Gluon of the one-pass backward kernel for Hopper: gradients of queries, keys and values.
+
+A program has a tile of 128 keys and visits the query tiles that see it. Each visit takes five products: scores and
+gradients of weights, both [keys, queries], and a part of each of the three gradients. Two separate passes, one for
+queries and one for keys, would take seven.
+
+| warps | function | work |
+|---|---|---|
+| 8 | `compute` | products, and the gradients of keys and values in registers |
+| 1 | `load` | queries, their cotangents, log-sum-exps and deltas, through a ring of slots |
+| 3 | `reduce` | add the parts of the queries' gradients to a float32 array, each every third tile |
+
+Tiles of the queries' gradients are summed in a fixed order, so results are repeatable: a program adds its part once all
+programs before it have added theirs. A program waits only for programs that started earlier. With masks the last key
+tiles start first, since under a causal mask they reach a query tile first.
+
+The method is that of FlashAttention-3 (Shah et al., 2024). The caller passes `functions`, generated for a region:
+
+| function | returns |
+|---|---|
+| own_place(cell) | the batch indices that keys and values have, from a flat index |
+| place(own, other) | all batch indices; `other` counts those that only queries have |
+| query_at, key_at, value_at, cotangent_at (place, first) | the row and the column of a tile that starts at `first` |
+| row_at(place) | the first element of the line in arrays [batch.., queries] |
+| line_at(place) | the index of the lists of tiles |
+| score, plain_score (arrays, place, r_q, r_k, products) | scores, with masks and without, divided by the factor |
+| slope(arrays, place, r_q, r_k, products, power, weighed) | gradients of the products where nothing is masked |
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from blockdiag.triton_kernels.launch.gluon_names import load_async, reinterpret, thread_barrier, tma_load, tma_store
+from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
+from blockdiag.triton_kernels.parts.reductions import add_rows
+
+KEYS = gl.constexpr(128)
+STAGES = gl.constexpr(2)
+REDUCERS = gl.constexpr(3)
+BUFFERS = gl.constexpr(2)
+WARPS = gl.constexpr(8)
+# Rows of 128 numbers that a reducing warp adds at once.
+PART_ROWS = gl.constexpr(8)
+# The fewest registers, so that each of the computing threads gets 240. With 232, products would be serialised.
+FEW_REGISTERS = gl.constexpr(24)
+LOG2_E = gl.constexpr(1.4426950408889634)
+# A loop counter shifted by this is 0.
+_FAR = gl.constexpr(28)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """Generated device functions, see the table of this module."""
+
+    own_place: Any
+    place: Any
+    query_at: Any
+    key_at: Any
+    value_at: Any
+    cotangent_at: Any
+    row_at: Any
+    line_at: Any
+    score: Any
+    plain_score: Any
+    slope: Any
+
+
+@dataclass(frozen=True)
+class BackwardShape:
+    """Static properties of a launch.
+
+    Attributes:
+        rows, width: queries per tile, and features of queries, keys and values.
+        query_tiles, key_tiles: tiles per line.
+        others: how many lines of queries share a line of keys and values.
+        masks: "none", "all" or "some": the tiles that masks touch.
+        is_listed: whether programs read which query tiles see their keys; otherwise all do.
+        unit: the factor that converts scores to exponents of 2.
+        factor: the factor of scores.
+        is_bare: whether a score without masks is the product of a query and a key.
+        is_ordered: whether the queries' gradients are summed in a fixed order.
+    """
+
+    rows: int
+    width: int
+    query_tiles: int
+    key_tiles: int
+    others: int
+    masks: str
+    is_listed: bool
+    unit: float
+    factor: float
+    is_bare: bool
+    is_ordered: bool
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers of a program."""
+
+    key: Any
+    value: Any
+    query: Any
+    cotangent: Any
+    log_sum: Any
+    delta: Any
+    slope: Any
+    part: Any
+    key_full: Any
+    full: Any
+    empty: Any
+    part_full: Any
+    part_empty: Any
+
+
+class Walk(NamedTuple):
+    """The query tiles that a program visits.
+
+    Attributes:
+        codes: for each query tile, twice the next tile at or after it, plus 1 if masks touch that tile.
+        ranks: for each query tile, the number of programs that add to it before this one.
+        count: the number of tiles.
+        key_tile: the program's key tile.
+    """
+
+    codes: Any
+    ranks: Any
+    count: Any
+    key_tile: Any
+
+
+@gluon.jit
+def start_products(left, right, b_start):
+    """Start the products of keys or values with a tile of queries or cotangents, on top of one number per query."""
+    M: gl.constexpr = right.shape[0]
+    LAYOUT: gl.constexpr = b_start.type.layout.parent
+    b_start, _b_zero = gl.broadcast(gl.expand_dims(b_start, 0), gl.zeros([KEYS, M], gl.float32, LAYOUT))
+    return warpgroup_mma(left, right.permute((1, 0)), b_start, is_async=True)
+
+
+@gluon.jit
+def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTIONS: gl.constexpr,
+          SHAPE: gl.constexpr):
+    """Compute on one query tile; return the sums of the gradients of keys and values."""
+    M: gl.constexpr = SHAPE.rows
+    WIDTH: gl.constexpr = SHAPE.width
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
+    A: gl.constexpr = b_dk.type.layout
+    # Tiles of 64 queries are divided by features between the two groups of warps.
+    if M == 128:
+        Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    else:
+        Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // 2, 2], [16, WIDTH // 2, 16])
+    dtype: gl.constexpr = memory.key.dtype
+    stage = number % STAGES
+    # Zero, which the compiler does not know. It would compute all addresses of operands before the loop and keep them
+    # in registers.
+    zero = number >> _FAR
+    key = memory.key.index(zero)
+    slope = memory.slope.index(zero)
+    query = memory.query.index(stage)
+    cotangent = memory.cotangent.index(stage)
+    mbarrier.wait(memory.full.index(stage), number // STAGES % 2)
+    b_base = memory.log_sum.index(stage).load(gl.SliceLayout(0, S))
+    b_base = gl.where(b_base == float("-inf"), 0.0, b_base * LOG2_E)
+    if SHAPE.is_bare:
+        b_products = start_products(key, query, b_base * (-1.0 / SHAPE.unit))
+    else:
+        b_products = start_products(key, query, gl.full_like(b_base, 0.0))
+    b_weighed = start_products(memory.value.index(zero), cotangent,
+                               -memory.delta.index(stage).load(gl.SliceLayout(0, S)))
+    b_products = warpgroup_mma_wait(1, deps=[b_products])
+    if SHAPE.masks == "some":
+        if is_masked != 0:
+            b_score = FUNCTIONS.score(arrays, place, r_q, r_k, b_products)
+        else:
+            b_score = FUNCTIONS.plain_score(arrays, place, r_q, r_k, b_products)
+    elif SHAPE.masks == "all":
+        b_score = FUNCTIONS.score(arrays, place, r_q, r_k, b_products)
+    else:
+        b_score = FUNCTIONS.plain_score(arrays, place, r_q, r_k, b_products)
+    if SHAPE.is_bare:
+        b_power = gl.exp2(b_score * SHAPE.unit)
+    else:
+        b_power = gl.exp2(b_score * SHAPE.unit - gl.expand_dims(b_base, 0))
+    b_dv = warpgroup_mma(gl.convert_layout(b_power.to(dtype), gl.DotOperandLayout(0, A, 2)), cotangent, b_dv,
+                         is_async=True)
+    b_weighed = warpgroup_mma_wait(1, deps=[b_weighed])
+    b_slope = FUNCTIONS.slope(arrays, place, r_q, r_k, b_products, b_power, b_weighed)
+    if SHAPE.masks != "none":
+        # Where a mask removes a score, the values may be NaN.
+        b_slope = gl.where(b_power == 0.0, 0.0, b_slope)
+    b_slope = b_slope.to(dtype)
+    slope.store(b_slope)
+    fence_async_shared()
+    thread_barrier()
+    # The gradient of queries first: it leaves while that of keys is computed.
+    b_dq = warpgroup_mma(slope.permute((1, 0)), key, gl.zeros([M, WIDTH], gl.float32, Q), use_acc=False,
+                         is_async=True)
+    b_dk = warpgroup_mma(gl.convert_layout(b_slope, gl.DotOperandLayout(0, A, 2)), query, b_dk, is_async=True)
+    b_dv, b_dq = warpgroup_mma_wait(1, deps=[b_dv, b_dq])
+    before = number - BUFFERS
+    if before >= 0:
+        mbarrier.wait(memory.part_empty.index(before % REDUCERS), before // REDUCERS % 2)
+    memory.part.index(number % BUFFERS).store(b_dq)
+    b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+    thread_barrier()
+    mbarrier.arrive(memory.empty.index(stage), count=1)
+    mbarrier.arrive(memory.part_full.index(number % REDUCERS), count=1)
+    return b_dk, b_dv
+
+
+@gluon.jit
+def compute(memory, arrays, key_gradient, value_gradient, own, walk, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+    """Compute the gradients of the program's keys and values, and the parts of the queries' gradients."""
+    M: gl.constexpr = SHAPE.rows
+    WIDTH: gl.constexpr = SHAPE.width
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    dtype: gl.constexpr = memory.key.dtype
+    b_dk = gl.zeros([KEYS, WIDTH], gl.float32, A)
+    b_dv = gl.zeros([KEYS, WIDTH], gl.float32, A)
+    r_k = walk.key_tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, S))
+    mbarrier.wait(memory.key_full.index(0), 0)
+    number = 0
+    for other in range(SHAPE.others):
+        place = FUNCTIONS.place(own, other)
+        code = first_code(walk, SHAPE)
+        for at in range(walk.count):
+            tile, is_masked, code = next_tile(walk, at, code, SHAPE)
+            r_q = tile * M + gl.arange(0, M, gl.SliceLayout(0, S))
+            b_dk, b_dv = visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTIONS, SHAPE)
+            number += 1
+    place = FUNCTIONS.place(own, 0)
+    memory.value.index(0).store(b_dv.to(dtype))
+    memory.key.index(0).store((b_dk * SHAPE.factor).to(dtype))
+    fence_async_shared()
+    thread_barrier()
+    row, column = FUNCTIONS.value_at(place, walk.key_tile * KEYS)
+    tma_store(value_gradient, [row, column], memory.value.index(0))
+    row, column = FUNCTIONS.key_at(place, walk.key_tile * KEYS)
+    tma_store(key_gradient, [row, column], memory.key.index(0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def first_code(walk, SHAPE: gl.constexpr):
+    """Return the code of the first query tile."""
+    if SHAPE.is_listed:
+        return gl.load(walk.codes)
+    else:
+        return 0
+
+
+@gluon.jit
+def next_tile(walk, at, code, SHAPE: gl.constexpr):
+    """Return the tile at a place of the walk, whether masks touch it, and the next code, which is loaded early."""
+    if SHAPE.is_listed:
+        tile = code >> 1
+        is_masked = code & 1
+        code = gl.load(walk.codes + tile + 1)
+    else:
+        tile = at
+        is_masked = 0
+    return tile, is_masked, code
+
+
+@gluon.jit
+def load(memory, query, key, value, cotangent, p_log_sum, p_delta, own, walk, FUNCTIONS: gl.constexpr,
+         SHAPE: gl.constexpr):
+    """Load the program's keys and values, and fill the ring with query tiles."""
+    M: gl.constexpr = SHAPE.rows
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    BYTES: gl.constexpr = 2 * SHAPE.width
+    o_row = gl.arange(0, M, LINE)
+    place = FUNCTIONS.place(own, 0)
+    mbarrier.expect(memory.key_full.index(0), 2 * KEYS * BYTES)
+    row, column = FUNCTIONS.key_at(place, walk.key_tile * KEYS)
+    tma_load(key, [row, column], memory.key_full.index(0), memory.key.index(0))
+    row, column = FUNCTIONS.value_at(place, walk.key_tile * KEYS)
+    tma_load(value, [row, column], memory.key_full.index(0), memory.value.index(0))
+    number = 0
+    for other in range(SHAPE.others):
+        place = FUNCTIONS.place(own, other)
+        first = FUNCTIONS.row_at(place)
+        code = first_code(walk, SHAPE)
+        for at in range(walk.count):
+            tile, is_masked, code = next_tile(walk, at, code, SHAPE)
+            stage = number % STAGES
+            mbarrier.wait(memory.empty.index(stage), number // STAGES % 2 ^ 1)
+            mbarrier.expect(memory.full.index(stage), 2 * M * BYTES)
+            row, column = FUNCTIONS.query_at(place, tile * M)
+            tma_load(query, [row, column], memory.full.index(stage), memory.query.index(stage))
+            row, column = FUNCTIONS.cotangent_at(place, tile * M)
+            tma_load(cotangent, [row, column], memory.full.index(stage), memory.cotangent.index(stage))
+            load_async(memory.log_sum.index(stage), p_log_sum + (first + tile * M) + o_row)
+            load_async(memory.delta.index(stage), p_delta + (first + tile * M) + o_row)
+            # The copies of the threads arrive at the barrier when they complete.
+            async_copy.mbarrier_arrive(memory.full.index(stage), increment_count=False)
+            number += 1
+
+
+@gluon.jit
+def reduce(memory, p_query_gradient, p_turns, own, walk, OWN: gl.constexpr, FUNCTIONS: gl.constexpr,
+           SHAPE: gl.constexpr):
+    """Add every third tile of the queries' gradients, from tile OWN on, to the float32 sums."""
+    M: gl.constexpr = SHAPE.rows
+    WIDTH: gl.constexpr = SHAPE.width
+    PART: gl.constexpr = PART_ROWS * (128 // WIDTH)
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [1, 1], [1, 0])
+    o_row = gl.expand_dims(gl.arange(0, PART, gl.SliceLayout(1, LINES)), 1)
+    o_column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LINES)), 0)
+    number = 0
+    for other in range(SHAPE.others):
+        first = FUNCTIONS.row_at(FUNCTIONS.place(own, other))
+        code = first_code(walk, SHAPE)
+        for at in range(walk.count):
+            tile, is_masked, code = next_tile(walk, at, code, SHAPE)
+            if number % REDUCERS == OWN:
+                p_turn = p_turns + first // M + tile
+                if SHAPE.is_ordered:
+                    rank = walk.key_tile
+                    if SHAPE.is_listed:
+                        rank = gl.load(walk.ranks + tile)
+                    turn = gl.atomic_add(p_turn, 0, sem="acquire")
+                    while turn < rank:
+                        turn = gl.atomic_add(p_turn, 0, sem="acquire")
+                mbarrier.wait(memory.part_full.index(OWN), number // REDUCERS % 2)
+                part = memory.part.index(number % BUFFERS)
+                lines = reinterpret(part, gl.float32, [M // PART, PART, WIDTH], part.layout)
+                p_tile = p_query_gradient + (first + tile * M).to(gl.int64) * WIDTH
+                # Unrolled, all addresses would be computed before the loop over tiles.
+                for i in range(M // PART):
+                    add_rows(p_tile, o_row * WIDTH + o_column + i * (PART * WIDTH), lines.index(i).load(LINES))
+                thread_barrier()
+                mbarrier.arrive(memory.part_empty.index(OWN), count=1)
+                if SHAPE.is_ordered:
+                    # Releases the additions of all threads, which the barrier has ordered before.
+                    gl.atomic_add(p_turn, 1, sem="release")
+            number += 1
+
+
+@gluon.jit
+def one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient, arrays, p_codes, p_ranks, p_log_sum,
+                      p_delta, p_query_gradient, p_turns, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+    """Compute the gradients of one tile of keys and values, and add to those of the queries that see it.
+
+    `arrays` are the pointers that the generated functions read. The last of the turns counts programs.
+    """
+    M: gl.constexpr = SHAPE.rows
+    WIDTH: gl.constexpr = SHAPE.width
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    SLOPES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    # Groups of eight numbers alternate, so that the fragments of four rows are in different banks.
+    PARTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    key_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, WIDTH], key.layout)
+    value_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, WIDTH], value.layout)
+    query_ring = gl.allocate_shared_memory(key.dtype, [STAGES, M, WIDTH], query.layout)
+    cotangent_ring = gl.allocate_shared_memory(key.dtype, [STAGES, M, WIDTH], cotangent.layout)
+    log_sum_ring = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
+    slope_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, M], SLOPES)
+    part_smem = gl.allocate_shared_memory(gl.float32, [BUFFERS, M, WIDTH], PARTS)
+    # The threads of the loading warp arrive at a full slot, too.
+    memory = Memory(key_smem, value_smem, query_ring, cotangent_ring, log_sum_ring, delta_ring, slope_smem, part_smem,
+                    make_barriers(1, 1), make_barriers(STAGES, 33), make_barriers(STAGES, 1),
+                    make_barriers(REDUCERS, 1), make_barriers(REDUCERS, 1))
+    program = gl.program_id(0)
+    cell = program // SHAPE.key_tiles
+    key_tile = program % SHAPE.key_tiles
+    if SHAPE.is_listed:
+        key_tile = SHAPE.key_tiles - 1 - key_tile
+    own = FUNCTIONS.own_place(cell)
+    if SHAPE.is_listed:
+        line = (FUNCTIONS.line_at(FUNCTIONS.place(own, 0)) * SHAPE.key_tiles + key_tile).to(gl.int64)
+        codes = p_codes + line * (SHAPE.query_tiles + 1)
+        walk = Walk(codes, p_ranks + line * SHAPE.query_tiles, gl.load(codes + SHAPE.query_tiles), key_tile)
+    else:
+        walk = Walk(p_codes, p_ranks, SHAPE.query_tiles, key_tile)
+    fence_async_shared()
+    thread_barrier()
+    gl.warp_specialize(
+        [
+            (compute, (memory, arrays, key_gradient, value_gradient, own, walk, FUNCTIONS, SHAPE)),
+            (load, (memory, query, key, value, cotangent, p_log_sum, p_delta, own, walk, FUNCTIONS, SHAPE)),
+            (reduce, (memory, p_query_gradient, p_turns, own, walk, 0, FUNCTIONS, SHAPE)),
+            (reduce, (memory, p_query_gradient, p_turns, own, walk, 1, FUNCTIONS, SHAPE)),
+            (reduce, (memory, p_query_gradient, p_turns, own, walk, 2, FUNCTIONS, SHAPE)),
+        ],
+        [1, 1, 1, 1],
+        [FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
+    )
