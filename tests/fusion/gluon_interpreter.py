@@ -337,11 +337,17 @@ class _Punctual(random.Random):
         return seq[0]
 
 
-def interpret_gluon(plan: LaunchPlan, *arrays: np.ndarray, chance: random.Random | None = None) -> list[np.ndarray]:
+def interpret_gluon(
+    plan: LaunchPlan,
+    *arrays: np.ndarray,
+    chance: random.Random | None = None,
+    change: Callable[[str], str] = lambda template: template,
+) -> list[np.ndarray]:
     """Return the outputs of a launch.
 
     Args:
         chance: chooses the slow warps; None: no warp is slow.
+        change: changes the source of the template that the kernel calls.
     """
     chance = _Punctual() if chance is None else chance
     sources = {output: source for source, output in plan.aliases}
@@ -351,7 +357,7 @@ def interpret_gluon(plan: LaunchPlan, *arrays: np.ndarray, chance: random.Random
     ]
     given = {"input": [np.ascontiguousarray(x) for x in arrays], "output": outputs}
     for program in range(plan.grid[0]):
-        _run(plan, given, program, chance)
+        _run(plan, given, program, chance, change)
     return outputs
 
 
@@ -361,7 +367,13 @@ def _add_rows(first: Global, offsets: Array, tile: Array) -> None:
     first.values[place] += tile
 
 
-def _run(plan: LaunchPlan, given: dict[str, list[np.ndarray]], program: int, chance: random.Random) -> None:
+def _run(
+    plan: LaunchPlan,
+    given: dict[str, list[np.ndarray]],
+    program: int,
+    chance: random.Random,
+    change: Callable[[str], str],
+) -> None:
     warps = Warps(chance)
     engine = _Engine(warps)
     copy_engine, lines = Tile(), Tile()
@@ -381,7 +393,7 @@ def _run(plan: LaunchPlan, given: dict[str, list[np.ndarray]], program: int, cha
         "widened": lambda tile: tile.astype(np.float32),
         "rounded_product": lambda left, right: left * right,
     }
-    kernel = kernel_with(plan.kernel.text, plan.kernel.name, words, helpers)
+    kernel = kernel_with(plan.kernel.text, plan.kernel.name, words, helpers, change)
     parameters: dict[str, Any] = {}
     for name, argument in plan.arguments.items():
         match argument:

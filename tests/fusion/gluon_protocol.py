@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-
 from triton.language import constexpr
 
 from blockdiag.triton_kernels.dense import hopper_backward
@@ -299,11 +298,18 @@ def run_protocol(
     kernel(**given | ({} if rounds is None else {"ROUNDS": Number(rounds)}))
 
 
-def kernel_with(text: str, name: str, words: Mapping[str, Any], helpers: Mapping[str, Any]) -> Any:
+def kernel_with(
+    text: str,
+    name: str,
+    words: Mapping[str, Any],
+    helpers: Mapping[str, Any],
+    change: Callable[[str], str] = lambda template: template,
+) -> Any:
     """Return a kernel as a Python function, in a module with these imported names.
 
     Args:
         helpers: replacements of helpers by name.
+        change: changes the source of the template that the kernel calls.
     """
     scope: dict[str, Any] = {
         "gluon": _Gluon, "fence_async_shared": lambda: None, "thread_barrier": lambda: None,
@@ -315,7 +321,7 @@ def kernel_with(text: str, name: str, words: Mapping[str, Any], helpers: Mapping
         own = {key: x for key, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
         constants = {key: x.value for key, x in vars(module).items() if isinstance(x, constexpr)}
         scope |= {key: x for key, x in own.items() if isinstance(x, type)} | constants
-    for source in (inspect.getsource(resident_tiles), inspect.getsource(hopper_backward), text):
+    for source in (inspect.getsource(resident_tiles), change(inspect.getsource(hopper_backward)), text):
         exec(compile(source[source.index("@gluon.jit") :], f"<{name}>", "exec"), scope)
         scope |= helpers
     return scope[name]

@@ -170,13 +170,12 @@ def _read(own: _Writer, place: int) -> Value:
     return found
 
 
-def one_pass_kernel(region: Region, labels: tuple[str, ...] | None, *, is_ordered: bool = True) -> HopperKernel | None:
+def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKernel | None:
     """Return the one-pass backward kernel of a region, None if the schedule does not apply.
 
     Args:
         region: an arranged region.
         labels: the batch labels along which lists of tiles differ; None if there are no lists.
-        is_ordered: whether the queries' gradients are summed in a fixed order.
     """
     plan = region.once(one_pass)
     if plan is None or not set(labels or ()) <= set(plan.own):
@@ -185,7 +184,7 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None, *, is_ordere
     own.writer.lines = []
     _places(own, labels or ())
     _scores(own)
-    _entry(own, is_listed=labels is not None, is_ordered=is_ordered)
+    _entry(own, is_listed=labels is not None)
     leaves, places, width = region.leaves, plan.places, plan.width
     query, key = leaves.index(plan.query), leaves.index(plan.key)
     rows, keys = plan.tile.rows, plan.tile.columns
@@ -193,9 +192,9 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None, *, is_ordere
     outputs = _outputs(plan, query, key)
     started = [x.name for x in outputs if x.starts_at_zero]
     pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum", "delta", f"grad{query}", "turns")
+    read = [i for i in range(len(leaves)) if i in (query, key, *own.pointers)]
     inputs = (
-        *(f"leaf{i}" for i, leaf in enumerate(leaves) if i in (query, key, *own.pointers) and leaf.source.key is not None),
-        "value", *listed, "log_sum", "cotangent", "delta", *(f"zeros_{name}" for name in started),
+        *(f"leaf{i}" for i in read), "value", *listed, "log_sum", "cotangent", "delta", *(f"zeros_{name}" for name in started),
     )  # fmt: skip
     moved = (
         ("query", f"leaf{query}", places["query"].shape, (rows, width)),
@@ -220,9 +219,7 @@ def _outputs(plan: OnePass, query: int, key: int) -> tuple[Output, ...]:
     dtype = jnp.dtype(region.value.dtype).name
     turns = cells_of(region, region.batch) * tiles_of(plan)[0]
     return (
-        Output(
-            f"grad{query}", dims, shape_of(dims, sizes), "float32", factor=_factor(plan), starts_at_zero=True
-        ),
+        Output(f"grad{query}", dims, shape_of(dims, sizes), "float32", factor=_factor(plan), starts_at_zero=True),
         Output(f"grad{key}", key_dims, shape_of(key_dims, sizes), dtype),
         Output("grad_value", region.value_dims, shape_of(region.value_dims, sizes), dtype),
         Output("turns", ((),), (turns,), "int32", starts_at_zero=True),
@@ -233,7 +230,7 @@ def _factor(plan: OnePass) -> float:
     return Writer(plan.region, "columns", plan.tile, flipped=True).factor
 
 
-def _entry(own: _Writer, *, is_listed: bool, is_ordered: bool) -> None:
+def _entry(own: _Writer, *, is_listed: bool) -> None:
     """Print the static properties and the kernel function."""
     plan, emit = own.plan, own.emit
     factor = own.writer.factor
@@ -250,7 +247,7 @@ def _entry(own: _Writer, *, is_listed: bool, is_ordered: bool) -> None:
     emit(f"FUNCTIONS = gl.constexpr(Functions({', '.join(names)}))")
     emit(
         f"SHAPE = gl.constexpr(BackwardShape({plan.tile.rows}, {plan.width}, {row_tiles}, {key_tiles}, {others}, "
-        f"{masks!r}, {is_listed}, {factor * LOG2_E}, {factor}, {root.leaf is plan.product}, {is_ordered}))"
+        f"{masks!r}, {is_listed}, {factor * LOG2_E}, {factor}, {root.leaf is plan.product}, {own.region.is_ordered}))"
     )
     emit()
     emit()

@@ -223,6 +223,7 @@ class Region:
         dtype: the dtype of the result.
         log_sums: variables of the program that the region may compute in addition.
         is_value_share: `Leaf.is_share` for the values.
+        is_ordered: whether gradients are summed in a fixed order, so that they are repeatable.
     """
 
     operation: ClassVar[Operation] = FUSE
@@ -239,6 +240,7 @@ class Region:
     dtype: np.dtype[Any]
     log_sums: tuple[LogSum, ...] = ()
     is_value_share: bool = False
+    is_ordered: bool = True
 
     @property
     def is_empty(self) -> bool:
@@ -318,6 +320,11 @@ def with_leaves(region: Region, replaced: Mapping[Leaf, Leaf], **changes: Any) -
         leaves=tuple(replaced[leaf] for leaf in region.leaves),
         **changes,
     )
+
+
+def unordered(region: Region) -> Region:
+    """Return the region with gradients that may be summed in any order."""
+    return replace(region, is_ordered=False)
 
 
 def with_node(root: Node, old: Node, leaf: Leaf) -> Node:

@@ -189,7 +189,7 @@ def walk_of(states: Any) -> tuple[Any, Any]:
     if xp is np:
         following = np.minimum.accumulate(own[..., ::-1], axis=-1)[..., ::-1]
     else:
-        following = jax.lax.cummin(own, axis=own.ndim - 1, reverse=True)
+        following = jax.lax.cummin(jnp.asarray(own), axis=own.ndim - 1, reverse=True)
     count = is_live.sum(-1, dtype=np.int32)
     lives = is_live.astype(np.int32)
     later = xp.flip(xp.cumsum(xp.flip(lives, -2), axis=-2, dtype=np.int32), -2) - lives

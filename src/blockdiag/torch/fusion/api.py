@@ -20,6 +20,7 @@ def fuse(
     via: Literal["jax"] | None = None,
     context_parallel: ContextParallel | None = None,
     token_axes: Any = None,
+    deterministic: bool = True,
 ) -> Callable[..., Any]:
     """Return a function of tensors that computes what a JAX function computes, with fused attention and autograd.
 
@@ -56,6 +57,8 @@ def fuse(
             all arrays, or a tuple like `in_axes` of `jax.vmap`, with a number, None or a pytree of these for each
             argument in order. Arrays with None are whole, and the same in every process. The axes must become the
             queries and the keys of the attention; otherwise a call raises.
+        deterministic: whether gradients are bitwise equal in every run; see `blockdiag.fuse`.
+
     Returns:
         A function of the same arguments. Its `cache_clear()` drops what was traced.
 
@@ -88,7 +91,7 @@ def fuse(
     from blockdiag.fusion.api import marked
     from blockdiag.torch.fusion.call import FusedFunction, plain
 
-    fused_function = FusedFunction(function, implementation, fallback, via, context_parallel, token_axes)
+    fused_function = FusedFunction(function, implementation, fallback, via, context_parallel, token_axes, deterministic)
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

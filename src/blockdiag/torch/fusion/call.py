@@ -57,6 +57,7 @@ class FusedFunction:
         via: str | None,
         context: ContextParallel | None,
         token_axes: Any,
+        deterministic: bool = True,
     ) -> None:
         check_via(via)
         if context is not None:
@@ -68,12 +69,13 @@ class FusedFunction:
         function = explaining(plain(function))
         self._function = function
         self._fallback = fallback
+        self._deterministic = deterministic
         self._names: tuple[str, ...] | None = None
         if implementation != "reference":
             self._names = normalise_implementation(implementation, FUSE)
         # The first name of a sequence that can compute the call wins, so native kernels run only if they come first.
         self._may_be_native = via is None and implementation != "reference"
-        in_jax = fuse(function, implementation=implementation, fallback=fallback)
+        in_jax = fuse(function, implementation=implementation, fallback=fallback, deterministic=deterministic)
         self.fallbacks: list[str] = getattr(in_jax, "fallbacks", [])
         self._through_jax = wrap_jax(in_jax, max_compiled=_REMEMBERED_PROGRAMS)
         # Programs by kind of call; None where JAX computes the call.
@@ -178,7 +180,7 @@ class FusedFunction:
         whole = [x if axis is None else whole_type(x, axis, count) for x, axis in zip(own, axes, strict=True)]
         args, kwargs = jax.tree.unflatten(structure, whole)
         try:
-            program = trace(self._function, args, kwargs)
+            program = trace(self._function, args, kwargs, deterministic=self._deterministic)
         except NotFusible:
             if self._fallback:
                 return None

@@ -277,7 +277,9 @@ def mark(
     constant = {name: jax.lax.stop_gradient(x) for name, x in arrays.items()}
     groups = [[forward_kernel(inner, constant)], backward_kernels(inner, constant) if has_gradient else [], []]
     if has_gradient:
-        groups[-1] = hopper_kernels(inner, constant, has_sum=False) or hopper_kernels(inner, constant, has_sum=True) or []
+        groups[-1] = (
+            hopper_kernels(inner, constant, has_sum=False) or hopper_kernels(inner, constant, has_sum=True) or []
+        )
     kernels = list(itertools.chain(*groups))
     names = {name for kernel in kernels for name in kernel.source.inputs}
     operands = {name: x for name, x in arrays.items() if name in names}

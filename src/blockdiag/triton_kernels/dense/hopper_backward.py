@@ -298,7 +298,7 @@ def load(memory, query, key, value, cotangent, p_log_sum, p_delta, own, walk, FU
         first = FUNCTIONS.row_at(place)
         code = first_code(walk, SHAPE)
         for at in range(walk.count):
-            tile, is_masked, code = next_tile(walk, at, code, SHAPE)
+            tile, _is_masked, code = next_tile(walk, at, code, SHAPE)
             stage = number % STAGES
             mbarrier.wait(memory.empty.index(stage), number // STAGES % 2 ^ 1)
             mbarrier.expect(memory.full.index(stage), 2 * M * BYTES)
@@ -328,7 +328,7 @@ def reduce(memory, p_query_gradient, p_turns, own, walk, OWN: gl.constexpr, FUNC
         first = FUNCTIONS.row_at(FUNCTIONS.place(own, other))
         code = first_code(walk, SHAPE)
         for at in range(walk.count):
-            tile, is_masked, code = next_tile(walk, at, code, SHAPE)
+            tile, _is_masked, code = next_tile(walk, at, code, SHAPE)
             if number % REDUCERS == OWN:
                 p_turn = p_turns + first // M + tile
                 if SHAPE.is_ordered:
