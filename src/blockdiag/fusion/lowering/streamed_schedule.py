@@ -103,6 +103,20 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     return Streamed(inner, product, query, key, places, features, columns, chunk, slots, lists)
 
 
+def own_tile(region: Region, tile: Tile) -> Tile | None:
+    """Return the tile of a masked region for which Hopper needs other lists than plain kernels; None if it does not.
+
+    With 256 features, plain kernels have fewer rows, because all architectures must have room for the tile.
+
+    Args:
+        region: an arranged region.
+        tile: the tile of the plain kernel.
+    """
+    features = max((count_of(region, leaf.features) for leaf in region.leaves), default=0)
+    is_wide = features == count_of(region, value_columns(region)) == 256
+    return Tile(ROWS, 64) if is_wide and tile.rows < ROWS and region.sizes["q"] % ROWS == 0 else None
+
+
 def _is_at_hand(region: Region, lists: Lists | None) -> bool:
     """Return whether no unmasked tile reads a bias or per-key numbers from memory; no tile may read a bias."""
     if any(leaf.role in ("score", "distance") for leaf in region.leaves):

@@ -30,6 +30,7 @@ from blockdiag.fusion.ir.tree import Source as ArraySource
 from blockdiag.fusion.lowering.diagonals import distance_gradient
 from blockdiag.fusion.lowering.one_pass_schedule import one_pass
 from blockdiag.fusion.lowering.resident_schedule import CHUNK, rounds_each
+from blockdiag.fusion.lowering.streamed_schedule import own_tile
 from blockdiag.fusion.lowering.tile_configs import Config, config_of, shared_bytes, widest
 from blockdiag.fusion.lowering.tile_program import (
     canonical_result,
@@ -202,11 +203,32 @@ def kernel_of(text: str, name: str) -> GeneratedKernel:
 
 def forward(region: Region, leaves: Sequence[Any], value: Any, *, interpret: bool = False) -> tuple[Any, Any]:
     """Return the result, with the axes of the product that it replaces, and the log-sum-exp [batch.., q]."""
+    operands = (*leaves, value)
+    if interpret or not region.once(_may_have_own_forward):
+        output, log_sum = _results(region, None, *operands, interpret=interpret)
+    else:
+        chosen = (functools.partial(_results, region, where) for where in (_is_hopper, _is_not_hopper))
+        output, log_sum = by_target(_is_hopper, *chosen, *operands)
+    return output, log_sum
+
+
+def _results(
+    region: Region, where: Callable[[Target], bool] | None, *operands: Any, interpret: bool = False
+) -> list[Any]:
+    """Return the result and the log-sum-exp.
+
+    Args:
+        where: selects the targets that this computation is for; None: all targets.
+        operands: the arrays of leaves and values.
+    """
+    *leaves, value = operands
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
-    (results,) = _launch([forward_kernel(inner, arrays)], arrays, interpret=interpret, group=_group(region))
+    kernel = own_forward_kernel(inner, arrays) if where is _is_hopper else None
+    kernel = forward_kernel(inner, arrays) if kernel is None else kernel
+    (results,) = _launch([kernel], arrays, interpret=interpret, group=_group(region), where=where)
     output = results["output"]
-    return (result_array(region, output) if change.changes_result else output), results["log_sum"]
+    return [result_array(region, output) if change.changes_result else output, results["log_sum"]]
 
 
 def backward(
@@ -353,6 +375,34 @@ def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
         return region.once(streamed_kernel, config.tile, lists) if held is None else held
 
     return _on_hopper(kernel, on_hopper)
+
+
+def own_forward_kernel(region: Region, arrays: Mapping[str, Any]) -> Kernel | None:
+    """Return the kernel of the forward pass that only Hopper launches, None if it launches `forward_kernel`.
+
+    Args:
+        region: an arranged region.
+        arrays: the leaves by name, from which lists of live tiles are computed.
+    """
+    tile = own_tile(region, config_of(region, "forward").tile)
+    live = None if tile is None else live_tiles(region, tile, arrays)
+    if tile is None or live is None:
+        return None
+    try:
+        found = region.once(streamed_kernel, tile, live.lists)
+    except NotPrintable:
+        # Gluon lacks some operations that Triton has.
+        return None
+    if found is None:
+        return None
+    own = {name: x for name, x in live.arrays.items() if name in found.source.inputs}
+    flops = _flops(region, "forward", tile, live)
+    return Kernel(found.source, tile, found.num_warps, 1, (0, 0), own, found, flops)
+
+
+def _may_have_own_forward(region: Region) -> bool:
+    inner, _ = arranged(region)
+    return own_tile(inner, config_of(inner, "forward").tile) is not None
 
 
 def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:
@@ -511,6 +561,8 @@ def _kernels(region: Region) -> tuple[Kernel, ...] | str:
         leading = (hopper_kernels(inner, arrays, has_sum=has_sum) for has_sum in (False, True))
         every = [forward_kernel(inner, arrays), *backward_kernels(inner, arrays)]
         every += [found[0] for found in leading if found is not None]
+        own = own_forward_kernel(inner, arrays)
+        every += [] if own is None else [own]
         for kernel in every:
             shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in kernel.live.items()}
             found.append(dataclasses.replace(kernel, live=shapes))

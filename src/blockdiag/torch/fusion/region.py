@@ -23,6 +23,7 @@ from blockdiag.fusion.runtime.triton import (
     forward_kernel,
     hopper_kernels,
     kernel_of,
+    own_forward_kernel,
 )
 from blockdiag.interop.dlpack import TENSOR_DTYPES, refuse_several
 from blockdiag.interop.torch_launch import on_device
@@ -165,6 +166,7 @@ class Steps:
 
     Attributes:
         forward: writes the result and the log-sum-exp.
+        own_forward: replaces `forward` on Hopper; None: nothing does.
         delta: computes "delta", if a backward launch reads it.
         backward: launches that write gradients; empty if gradients were not requested.
         on_hopper: replaces `backward` on Hopper, if one launch can compute several gradients there.
@@ -174,6 +176,7 @@ class Steps:
     """
 
     forward: Step
+    own_forward: Step | None
     delta: Step | None
     backward: tuple[Step, ...]
     on_hopper: tuple[Step, ...]
@@ -315,8 +318,8 @@ def mark(
     if any("delta" in step.inputs for step in steps):
         delta = Step(DeltaLaunch(delta_source(inner), made["output"]), ("output", "cotangent"), (None,))
     left = iter(steps)
-    (forward,), backward, on_hopper = (tuple(itertools.islice(left, len(group))) for group in groups)
-    marker = Steps(forward, delta, backward, on_hopper, _tensor_dtype(value.dtype), has_log_sum, len(carriers))
+    (forward,), backward, own, on_hopper = (tuple(itertools.islice(left, len(group))) for group in groups)
+    marker = Steps(forward, own[0] if own else None, delta, backward, on_hopper, _tensor_dtype(value.dtype), has_log_sum, len(carriers))
     output, *rest = region_p.bind(*arguments, steps=marker)
     return result_array(region, output) if change.changes_result else output, rest[0] if rest else None
 
@@ -431,7 +434,13 @@ class BoundRegion:
         operands = (*[dense(x) for x in operands[:count]], *operands[count:])
         if torch.is_grad_enabled() and any([x.requires_grad for x in operands]):
             return _Region.apply(self, *operands)
-        return self.run(self.steps.forward, operands, {})[: len(self.steps.results)]
+        return self.forward(operands)[: len(self.steps.results)]
+
+    def forward(self, operands: Tensors) -> Tensors:
+        """Return the result and the log-sum-exp."""
+        step, own = self.steps.forward, self.steps.own_forward
+        is_own = own is not None and self._target is not None and has_hopper_kernels(self._target.arch)
+        return self.run(own if own is not None and is_own else step, operands, {})
 
     def run(self, step: Step, operands: Tensors, made: Mapping[str, torch.Tensor]) -> Tensors:
         """Run one launch and return the arrays that it writes."""
@@ -499,7 +508,7 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, region: BoundRegion, *operands: torch.Tensor) -> Tensors:
-        output, log_sum = region.run(region.steps.forward, operands, {})
+        output, log_sum = region.forward(operands)
         ctx.region = region
         ctx.save_for_backward(*operands[: len(operands) - region.steps.carriers], output, log_sum)
         ctx.set_materialize_grads(False)
