@@ -17,6 +17,7 @@ OPS = {
     "torch": "Time what torch operators and bridges cost the host.",
     "gallery": "Time the gallery's variants, fused and as XLA compiles them.",
     "fuse": "Time functions that `blockdiag.fuse` compiles.",
+    "dense": "Time dense attention that `blockdiag.fuse` compiles, beside cuDNN and FlashAttention.",
     "devices": "Time calls that several GPUs share.",
 }
 

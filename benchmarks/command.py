@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.block_diagonal.cases import CASES
+from benchmarks.dense.cases import DENSE_GROUPS
 from benchmarks.devices.command import BENCHMARK as DEVICES
 from benchmarks.fuse.cases import GROUPS as FUSE_GROUPS
 from benchmarks.gallery.command import BENCHMARK as GALLERY
@@ -38,6 +39,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "gallery": GALLERY,
     "fuse": of_family(
         "benchmarks.fuse.family", names=f"{', '.join(FUSE_GROUPS)}, or cases of these", budget_seconds=510.0
+    ),
+    "dense": of_family(
+        "benchmarks.dense.family", names=f"{', '.join(DENSE_GROUPS)}, or cases of these", budget_seconds=510.0
     ),
     "devices": DEVICES,
 }
@@ -69,7 +73,7 @@ def bench(
         typer.Option(
             min=10.0,
             help="Time after which no baseline is begun.",
-            show_default="270, paged: 130, gallery: 360, fuse: 510",
+            show_default="270, paged: 130, gallery: 360, fuse and dense: 510",
         ),
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Only the small check on the CPU.")] = False,

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.harness.family import Work, names_of
 
-type Group = Literal["evoformer", "diff", "causal", "window", "prefix", "documents", "alibi", "softcap"]
+type Group = Literal["evoformer", "diff", "causal", "window", "prefix", "documents", "alibi", "softcap", "full"]
 type FusePass = Literal["fwd", "fwd+bwd"]
 
 FUSE_PASSES: tuple[FusePass, ...] = ("fwd", "fwd+bwd")
@@ -45,6 +45,7 @@ class FuseCase:
         rows: sequences that share a bias of pairs; of "evoformer" only.
         query_heads, key_heads, head_dim: N, K and H. Of "diff", N counts pairs of heads, and values are 2 H wide.
         window, prefix: of the groups of these names.
+        is_causal: "alibi" and "softcap" also mask keys after the query.
     """
 
     group: Group
@@ -56,6 +57,7 @@ class FuseCase:
     head_dim: int = 64
     window: int = 256
     prefix: int = 256
+    is_causal: bool = False
 
     @property
     def name(self) -> str:
@@ -145,9 +147,10 @@ class FuseCase:
             "window": np.minimum(position, self.window) + 1,
             "prefix": np.minimum(np.maximum(position + 1, self.prefix), self.tokens),
         }
-        if self.group not in by_row:
+        mask = "causal" if self.is_causal else self.group
+        if mask not in by_row:
             return self.score_elements
-        return self.score_rows // self.tokens * int(by_row[self.group].sum())
+        return self.score_rows // self.tokens * int(by_row[mask].sum())
 
     def bytes_of(self, name: str) -> int:
         """Bytes of an argument, or of "output"."""
@@ -228,12 +231,12 @@ def make_cases() -> list[FuseCase]:
     ]
 
 
-def small_case(group: str, **sizes: int) -> FuseCase:
+def small_case(group: str, **sizes: Any) -> FuseCase:
     """A case of a group at a size that takes no time; tokens are no multiple of a tile."""
     known = next(name for name in GROUPS if name == group)
     defaults = {"batch": 2, "tokens": 72, "query_heads": 4, "key_heads": 4, "head_dim": 16, "window": 7, "prefix": 9}
-    rows = 3 if group == "evoformer" else 1
-    return FuseCase(group=known, **{**defaults, "rows": rows, **sizes})
+    given: dict[str, Any] = {**defaults, "rows": 3 if group == "evoformer" else 1, **sizes}
+    return FuseCase(group=known, **given)
 
 
 SMOKE_CASES = tuple(small_case(group, key_heads=2 if group in TOKEN_GROUPS else 4) for group in GROUPS)

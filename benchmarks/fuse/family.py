@@ -24,7 +24,17 @@ from benchmarks.fuse.programs import (
     fused_function,
 )
 from benchmarks.fuse.report import PEER, compile_table, fuse_table, judge_fuse, summary_table
-from benchmarks.fuse.torch_baselines import COMPILE, FLEX, TORCH_CALLS, Compile, Tensors, TorchCall, compiled
+from benchmarks.fuse.torch_baselines import (
+    COMPILE,
+    FLEX,
+    SDPA_BACKENDS,
+    TORCH_CALLS,
+    Compile,
+    Tensors,
+    TorchCall,
+    compiled,
+    sdpa_unsupported,
+)
 from benchmarks.harness.clock import sample_host, sample_torch
 from benchmarks.harness.device import captured, poison, release_memory, to_jax, to_torch, torch_peak_bytes
 from benchmarks.harness.failures import GATE
@@ -54,7 +64,7 @@ _MOST_SCORE_BYTES = 60e9
 # Seconds of a case that are left for the clock, whatever baselines would like to compile.
 _TIMING_SECONDS = 3.0
 # What preparing one pass of a baseline takes at first sight, in seconds; then what it took last.
-_PREPARATION_SECONDS = {FLEX: 4.0, CUDNN: 3.0, XLA: 3.0, COMPILE: 6.0}
+_PREPARATION_SECONDS = {FLEX: 4.0, CUDNN: 3.0, XLA: 3.0, COMPILE: 6.0, **dict.fromkeys(SDPA_BACKENDS, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -186,7 +196,10 @@ def _torch_baseline(name: str) -> Implementation:
 
         return _with_duration(context, name, make)
 
-    return Implementation(name, "torch", begin)
+    def unsupported(case: FuseCase) -> str | None:
+        return sdpa_unsupported(name, case) if name in SDPA_BACKENDS else None
+
+    return Implementation(name, "torch", begin, unsupported=unsupported)
 
 
 def _checked_torch(context: Context, case: FuseCase, pass_name: FusePass, call: TorchCall) -> Program:
@@ -272,7 +285,7 @@ class Fuse(Family):
     def refusal(self, context: Context, entry: Entry) -> str:
         """Refuse a baseline whose scores do not fit, or for which no time is left."""
         settings, name = context.settings, entry.implementation.name
-        if name not in BASELINES:
+        if name not in self.baselines:
             return ""
         count = _SCORE_ARRAYS[entry.pass_name]
         scores = 2 * entry.case.score_elements * count

@@ -36,7 +36,7 @@ def draw_times(rows: Sequence[FuseTiming], theme: Theme) -> Any:
         raise NothingToDraw(f"`rows` hold no time of {OURS!r} with its floor; nothing can be drawn")
     floors = {(row.case, row.pass_name): row.floor_ms or 1.0 for row in ours}
     names = {row.case: case_name(row) for row in ours}
-    cases = [name for name in FUSE_CASES if name in names] + sorted(names.keys() - FUSE_CASES.keys())
+    cases = [name for name in FUSE_CASES if name in names] + [name for name in names if name not in FUSE_CASES]
     # Cases of one function stand together.
     groups = list(dict.fromkeys(row.group for row in ours))
     by_case = {row.case: row.group for row in ours}
@@ -44,7 +44,7 @@ def draw_times(rows: Sequence[FuseTiming], theme: Theme) -> Any:
     figure, axes = new_figure(2, 9.0, 1.7 + 0.215 * len(cases))
     frame(
         figure,
-        "blockdiag.fuse: kernels of plain jax.numpy",
+        "blockdiag.fuse: dense attention" if ours[0].op == "dense" else "blockdiag.fuse: kernels of plain jax.numpy",
         below="Time over the floor (dashed): the longer of what the products and the compulsory bytes take at the "
         "rates of the same run. Missing: did not fit or was not run.",
         note=f"bfloat16, medians, batch x tokens, query heads/key heads. {caption_of(ours[0])}",
@@ -73,6 +73,12 @@ def draw_times(rows: Sequence[FuseTiming], theme: Theme) -> Any:
 def case_name(row: FuseTiming) -> str:
     """What a case is called in pictures and tables."""
     name = _GROUP_NAMES.get(row.group, row.group)
+    if row.op == "dense":
+        # The size of a window is only in the name of the case.
+        window = row.case.partition("_")[0].removeprefix("window")
+        name += f" of {window}" if row.group == "window" else ""
+        keys = "" if row.key_heads == row.query_heads else f"/{row.key_heads}"
+        return f"{name} {row.batch} x {size_name(row.tokens)}, {row.query_heads}{keys} heads of {row.head_dim}"
     if row.group == "evoformer":
         return f"{name} {row.batch} x {row.rows} x {row.tokens}, heads of {row.head_dim}"
     heads = f"heads of {row.head_dim}" if row.group == "diff" else f"{row.query_heads}/{row.key_heads}"

@@ -71,6 +71,9 @@ def seen_of(case: FuseCase) -> Array:
 def function_of(case: FuseCase) -> Attend:
     """The function of a case, of its arguments in order."""
 
+    def full(query: Array, key: Array, value: Array) -> Array:
+        return attention(query, key, value, lambda scores: scores)
+
     def of_mask(query: Array, key: Array, value: Array) -> Array:
         seen = seen_of(case)
         return attention(query, key, value, lambda scores: masked(scores, seen))
@@ -79,6 +82,9 @@ def function_of(case: FuseCase) -> Attend:
         seen = (segments[:, :, None] == segments[:, None, :]) & seen_of(case)[None]
         return attention(query, key, value, lambda scores: masked(scores, seen))
 
+    def causal_if_asked(scores: Array) -> Array:
+        return masked(scores, seen_of(case)) if case.is_causal else scores
+
     def alibi(query: Array, key: Array, value: Array) -> Array:
         row, column = positions(case.tokens)
 
@@ -86,12 +92,12 @@ def function_of(case: FuseCase) -> Attend:
             slopes = jnp.asarray(alibi_slopes(case.query_heads)).reshape(1, *scores.shape[1:-2], 1, 1)
             distance = (column - row).reshape(*[1] * (scores.ndim - 2), *[case.tokens] * 2)
             # In bfloat16, distances beyond 256 would be rounded.
-            return scores.astype(jnp.float32) + slopes * distance.astype(jnp.float32)
+            return causal_if_asked(scores.astype(jnp.float32) + slopes * distance.astype(jnp.float32))
 
         return attention(query, key, value, change)
 
     def softcap(query: Array, key: Array, value: Array) -> Array:
-        return attention(query, key, value, lambda scores: SOFT_CAP * jnp.tanh(scores / SOFT_CAP))
+        return attention(query, key, value, lambda scores: causal_if_asked(SOFT_CAP * jnp.tanh(scores / SOFT_CAP)))
 
     others: dict[str, Attend] = {
         "evoformer": evoformer,
@@ -99,6 +105,7 @@ def function_of(case: FuseCase) -> Attend:
         "documents": documents,
         "alibi": alibi,
         "softcap": softcap,
+        "full": full,
     }
     return others.get(case.group, of_mask)
 
@@ -150,6 +157,8 @@ def cudnn_function(case: FuseCase) -> Attend:
             return lambda *operands: attend(*operands, mask=seen_of(case)[None, None])
         case "documents":
             return documents
+        case "full":
+            return attend
     return lambda *operands: attend(*operands, is_causal=True)
 
 

@@ -1,18 +1,21 @@
-"""The functions of the benchmark in PyTorch: as plain mathematics for `torch.compile`, and by FlexAttention."""
+"""The functions of the benchmark in PyTorch: plain mathematics for `torch.compile`, FlexAttention and SDPA."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.fuse.cases import SECOND_SHARE, SOFT_CAP, FuseCase, FusePass, alibi_slopes
+from benchmarks.fuse.cases import SECOND_SHARE, SOFT_CAP, FuseCase, FusePass, alibi_slopes, document_lengths
 
 type Tensors = Mapping[str, torch.Tensor]
 type Compile = Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
 
 COMPILE = "torch-compile"
 FLEX = "torch-flex"
+SDPA_BACKENDS = {"torch-cudnn": SDPBackend.CUDNN_ATTENTION, "torch-fa2": SDPBackend.FLASH_ATTENTION}
 
 
 @dataclass(frozen=True)
@@ -80,23 +83,28 @@ def changed_scores(case: FuseCase, scores: torch.Tensor, arrays: Tensors) -> tor
         arrays: with "segments" [B, T] of "documents", and "slopes" [.., 1, 1] of "alibi", as wide as the scores' heads.
     """
     row, column = positions(case.tokens, scores.device)
+    seen = column <= row
     match case.group:
+        case "full":
+            return scores
         case "alibi":
             # In bfloat16, distances beyond 256 would be rounded.
             wide = torch.promote_types(scores.dtype, torch.float32)
-            return scores.to(wide) + arrays["slopes"].to(wide) * (column - row)
+            scores = scores.to(wide) + arrays["slopes"].to(wide) * (column - row)
+            if not case.is_causal:
+                return scores
         case "softcap":
-            return SOFT_CAP * torch.tanh(scores / SOFT_CAP)
+            scores = SOFT_CAP * torch.tanh(scores / SOFT_CAP)
+            if not case.is_causal:
+                return scores
         case "window":
-            seen = (column <= row) & (row - column <= case.window)
+            seen = seen & (row - column <= case.window)
         case "prefix":
             seen = column <= row.clamp(min=case.prefix - 1)
         case "documents":
             segments = arrays["segments"]
             same = segments[:, :, None] == segments[:, None, :]
-            seen = (same & (column <= row)).reshape(-1, *[1] * (scores.ndim - 3), *scores.shape[-2:])
-        case _:
-            seen = column <= row
+            seen = (same & seen).reshape(-1, *[1] * (scores.ndim - 3), *scores.shape[-2:])
     return scores.masked_fill(~seen, -torch.inf)
 
 
@@ -160,7 +168,8 @@ def flex_mask(case: FuseCase, arrays: Tensors) -> Any:
         assert segments is not None
         return (column <= row) & (segments[batch, row] == segments[batch, column])
 
-    seen = {"causal": causal, "window": windowed, "prefix": prefixed, "documents": documents}.get(case.group)
+    masks = {"causal": causal, "window": windowed, "prefix": prefixed, "documents": documents}
+    seen = masks.get("causal" if case.is_causal else case.group)
     if seen is None:
         return None
     batch = case.batch if case.group == "documents" else None
@@ -256,5 +265,62 @@ def _flex_diff(case: FuseCase, arrays: Tensors, compile_function: Compile) -> To
     )
 
 
-TORCH_CALLS: Mapping[str, Callable[..., TorchCall]] = {FLEX: flex_call, COMPILE: plain_call}
+def sdpa_unsupported(name: str, case: FuseCase) -> str | None:
+    """None, or why a backend of SDPA cannot compute a case; FlashAttention 2 also has PyTorch's `varlen_attn`."""
+    if case.group in ("causal", "full"):
+        return None
+    if name == "torch-fa2" and case.group in ("window", "documents"):
+        return None if case.query_heads == case.key_heads else "`varlen_attn` takes as many key heads as query heads"
+    return f"scaled_dot_product_attention has no argument for {case.group!r} without an array of scores' size"
+
+
+def sdpa_call(case: FuseCase, arrays: Tensors, compile_function: Compile, *, backend: SDPBackend) -> TorchCall:
+    """SDPA with one backend on views [B, heads, T, H]; "window" and "documents" use `varlen_attn` instead.
+
+    `compile_function` is ignored, because the kernels are already compiled.
+    """
+    del compile_function
+    if case.group in ("window", "documents"):
+        return _varlen_call(case, arrays)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=case.group == "causal", enable_gqa=case.query_heads != case.key_heads
+            )
+
+    names = ("query", "key", "value")
+    given = {name: arrays[name].transpose(1, 2) for name in names}
+    cotangent = arrays["cotangent"].transpose(1, 2)
+    return TorchCall(attend, given, names, cotangent, lambda _, array: array.transpose(1, 2))
+
+
+def _varlen_call(case: FuseCase, arrays: Tensors) -> TorchCall:
+    """FlashAttention 2 on packed sequences [B * T, heads, H]: windows, or documents as sequences of their own."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    is_window = case.group == "window"
+    rows = range(case.batch)
+    lengths = [n for row in rows for n in ([case.tokens] if is_window else document_lengths(row, case.tokens).tolist())]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(arrays["query"].device, torch.int32)
+    window, longest = (case.window if is_window else -1, 0), max(lengths)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output = varlen_attn(query, key, value, offsets, offsets, longest, longest, window_size=window)
+        return cast(torch.Tensor, output)
+
+    names = ("query", "key", "value")
+    given = {name: arrays[name].flatten(0, 1) for name in names}
+    shapes = case.shapes | {"output": case.output_shape}
+    cotangent = arrays["cotangent"].flatten(0, 1)
+    return TorchCall(
+        attend, given, names, cotangent, lambda name, array: array.reshape(shapes[name]), note="by varlen_attn"
+    )
+
+
+TORCH_CALLS: Mapping[str, Callable[..., TorchCall]] = {
+    FLEX: flex_call,
+    COMPILE: plain_call,
+    **{name: partial(sdpa_call, backend=backend) for name, backend in SDPA_BACKENDS.items()},
+}
 """What makes the call of a baseline from a case, its arrays and a compiler."""

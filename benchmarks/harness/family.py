@@ -329,6 +329,10 @@ class Family:
         del entry, row
         return {}
 
+    def compared(self, rows: Sequence[Any]) -> list[Any]:
+        """Return the rows of cases that were timed together, with the columns that compare them."""
+        return list(rows)
+
     def finish(self) -> None:
         """Forget what the programs of a case leave behind."""
 

@@ -253,7 +253,7 @@ def measure(
     rounds = _time(entries, settings, family.clock_deadline(context, ready, cases), beside)
     if beside is not None:
         rates = {**rates, **family.rates_beside(beside)}
-    rows = [_row(family, entry, where, rates) for entry in entries]
+    rows = family.compared([_row(family, entry, where, rates) for entry in entries])
     settings.say(f"  timed in {time.monotonic() - ready:.1f} s, {rounds} rounds")
     for finish in {entry.implementation.finish for entry in entries if entry.program is not None}:
         finish()

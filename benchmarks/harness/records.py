@@ -259,7 +259,22 @@ class FuseTiming(Measured):
     matmul_tflops: float | None = None
 
 
-type Row = Timing | ErrorRow | HostRow | MoBATiming | PagedTiming | GalleryTiming | FuseTiming | DeviceTiming
+@dataclass(frozen=True, kw_only=True)
+class DenseTiming(FuseTiming):
+    """One row of the CSV of dense attention: one pass of one implementation, as of fused functions.
+
+    Attributes:
+        tflops: `useful_tflop` per second; masked scores do not count.
+        over_cudnn: time over that of cuDNN through `jax.nn`, of the same case and pass in the same rounds.
+    """
+
+    tflops: float | None = None
+    over_cudnn: float | None = None
+
+
+type Row = (
+    Timing | ErrorRow | HostRow | MoBATiming | PagedTiming | GalleryTiming | FuseTiming | DenseTiming | DeviceTiming
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +316,7 @@ _KEYS: dict[type, tuple[str, ...]] = {
     MoBATiming: ("op", "pass_name", "case", "implementation", "device"),
     PagedTiming: ("op", "group", "case", "implementation", "device"),
     FuseTiming: ("op", "pass_name", "case", "implementation", "device"),
+    DenseTiming: ("op", "pass_name", "case", "implementation", "device"),
     GalleryTiming: ("variant", "pass_name", "device"),
     DeviceTiming: ("op", "mesh", "division", "transfers", "devices", "tokens", "device"),
 }

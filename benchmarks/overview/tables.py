@@ -378,35 +378,52 @@ FUSE_COLUMNS = {
     "jax-jit": "XLA",
     "torch-compile": "torch.compile",
 }
+DENSE_COLUMNS = {
+    OURS: "`fuse`",
+    "jax-cudnn": "cuDNN (`jax.nn`)",
+    "torch-cudnn": "cuDNN (torch)",
+    "torch-fa2": "FlashAttention 2 (torch)",
+    "torch-flex": "FlexAttention",
+}
 
 
 def fuse_section(rows: Iterable[FuseTiming]) -> str:
     """Return the text between the markers of docs/speed.md: forward, and both passes, of every case."""
+    return _fused_table(rows, "fuse", FUSE_COLUMNS, "query heads/key heads of 64")
+
+
+def dense_section(rows: Iterable[FuseTiming]) -> str:
+    """Return the table of dense attention: forward, and both passes, of every case."""
+    return _fused_table(rows, "dense", DENSE_COLUMNS, "query heads/key heads")
+
+
+def _fused_table(rows: Iterable[FuseTiming], name: str, columns: Mapping[str, str], heads: str) -> str:
+    """Return a table of the rows of `results/{name}.csv`; `columns` has the headings by implementation, ours first."""
     rows = list(rows)
     times = {(row.case, row.pass_name, row.implementation): row for row in rows if row.median_ms is not None}
     ours = {row.case: row for row in rows if (row.case, "fwd", OURS) in times and row.implementation == OURS}
     if not ours:
-        raise ValueError(f"the results hold no times of {OURS!r}; run python -m benchmarks fuse")
+        raise ValueError(f"the results hold no times of {OURS!r}; run python -m benchmarks {name}")
     first = next(iter(ours.values()))
     dates, others = dates_of(ours.values()), dates_of(row for row in times.values() if row.case in ours)
     if others != dates:
         dates = f"{dates} (some other columns earlier, {others} in all)"
     origin = (
-        "Times are medians in milliseconds from `benchmarks/results/fuse.csv`: forward / forward and backward. Cases "
-        "are batch x tokens, query heads/key heads of 64. The floor is the longer of the times of the products and of "
+        f"Times are medians in milliseconds from `benchmarks/results/{name}.csv`: forward / forward and backward. "
+        f"Cases are batch x tokens, {heads}. The floor is the longer of the times of the products and of "
         "the compulsory bytes, at the rates of the same run. A dash marks a case that did not fit into memory, is not "
         "supported, or was not run. "
         f"{first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, torch {first.torch}, "
         f"{dates}, bfloat16."
     )
-    headings = [FUSE_COLUMNS[OURS], "floor", *(title for name, title in FUSE_COLUMNS.items() if name != OURS)]
+    headings = [columns[OURS], "floor", *(title for one, title in columns.items() if one != OURS)]
     lines = [_filled(origin), "", "| | " + " | ".join(headings) + " |", "|---" * (len(headings) + 1) + "|"]
     for case, row in ours.items():
         cells = []
-        for name in FUSE_COLUMNS:
-            found = [times.get((case, pass_name, name)) for pass_name in ("fwd", "fwd+bwd")]
+        for implementation in columns:
+            found = [times.get((case, pass_name, implementation)) for pass_name in ("fwd", "fwd+bwd")]
             cells.append(_pair([one and one.median_ms for one in found]))
-            if name == OURS:
+            if implementation == OURS:
                 cells.append(_pair([one and one.floor_ms for one in found]))
         lines.append(f"| {case_name(row)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

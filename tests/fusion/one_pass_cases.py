@@ -44,10 +44,12 @@ CASES = {
     "heads_first": Streamed(streamed_cases.heads_first, dict.fromkeys(("query", "key", "value"), (1, 2, 256, 64))),
     "float16": Streamed(streamed_cases.causal, _shapes(1, 256, 256, 1, 64), "float16"),
     "wide_result": Streamed(streamed_cases.wide_result, _shapes(1, 256, 256, 1, 128)),
+    "wide": Streamed(attend, _shapes(1, 192, 128, 1, 256)),
+    "wide_causal": Streamed(streamed_cases.causal, _shapes(1, 256, 256, 1, 256)),
     "odd_queries": Streamed(attend, _shapes(1, 200, 256, 1, 64), streams=False),
     "odd_keys": Streamed(attend, _shapes(1, 256, 200, 1, 64), streams=False),
-    "wide": Streamed(attend, _shapes(1, 128, 128, 1, 256), streams=False),
     "float32": Streamed(attend, _shapes(1, 128, 128, 1, 64), "float32", streams=False),
+    "wider_values": Streamed(attend, _shapes(1, 128, 128, 1, 64) | {"value": (1, 128, 1, 128)}, streams=False),
     "biased": Streamed(streamed_cases.biased, _shapes(1, 128, 128, 2, 64) | {"pair": (1, 2, 128, 128)}, streams=False),
     # The gradient of an array other than queries, keys and values.
     "sloped": Streamed(streamed_cases.sloped, _shapes(1, 128, 256, 3, 64) | {"slope": (3,)}, streams=False),

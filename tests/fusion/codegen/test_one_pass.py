@@ -95,13 +95,13 @@ def test_one_pass_kernel_gives_the_same_bits_whichever_warps_are_slow(naps):
     ("lines", "changed", "naps"),
     [
         # The wait for queries is missing.
-        ("    mbarrier.wait(memory.full.index(stage), number // STAGES % 2)\n", "", SLOW_LOAD),
+        ("    mbarrier.wait(memory.query_full.index(stage), number // STAGES % 2)\n", "", SLOW_LOAD),
         # A slot is freed before the products that read it have completed.
         (
-            "    b_dk = warpgroup_mma_wait(0, deps=[b_dk])\n    thread_barrier()\n"
-            "    mbarrier.arrive(memory.empty.index(stage), count=1)\n",
-            "    mbarrier.arrive(memory.empty.index(stage), count=1)\n"
-            "    b_dk = warpgroup_mma_wait(0, deps=[b_dk])\n",
+            "        b_dk = warpgroup_mma_wait(0, deps=[b_dk])\n        thread_barrier()\n"
+            "        mbarrier.arrive(memory.query_empty.index(stage), count=1)\n",
+            "        mbarrier.arrive(memory.query_empty.index(stage), count=1)\n"
+            "        b_dk = warpgroup_mma_wait(0, deps=[b_dk])\n",
             SLOW_COMPUTE,
         ),
         # A buffer is written over before its numbers are added.
@@ -220,7 +220,7 @@ def flags_of(jaxpr):
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    "name", ["full", "narrow", "causal", "documents", "soft_cap", "causal_soft_cap", "numbered", "grouped"]
+    "name", ["full", "narrow", "causal", "documents", "soft_cap", "causal_soft_cap", "numbered", "grouped", "wide"]
 )
 def test_one_pass_kernel_fits_hopper(name):
     inner, _ = triton_fused.arranged(CASES[name].region())

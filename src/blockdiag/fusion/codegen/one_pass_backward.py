@@ -21,7 +21,7 @@ from blockdiag.fusion.codegen.kernels import LOG2_E, Output, Source, Writer, cel
 from blockdiag.fusion.frontend.trace import tile_jaxpr
 from blockdiag.fusion.ir.layout import layout_of, shape_of
 from blockdiag.fusion.ir.tree import Node, Region
-from blockdiag.fusion.lowering.one_pass_schedule import OnePass, one_pass, programs_of, tiles_of
+from blockdiag.fusion.lowering.one_pass_schedule import OnePass, one_pass, programs_of, slots_of, tiles_of
 from blockdiag.fusion.lowering.tile_program import tile_function
 
 NAME = "fused_backward_one_pass"
@@ -194,7 +194,8 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
     pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum", "delta", f"grad{query}", "turns")
     read = [i for i in range(len(leaves)) if i in (query, key, *own.pointers)]
     inputs = (
-        *(f"leaf{i}" for i in read), "value", *listed, "log_sum", "cotangent", "delta", *(f"zeros_{name}" for name in started),
+        *(f"leaf{i}" for i in read), "value", *listed, "log_sum", "cotangent", "delta",
+        *(f"zeros_{name}" for name in started),
     )  # fmt: skip
     moved = (
         ("query", f"leaf{query}", places["query"].shape, (rows, width)),
@@ -240,13 +241,14 @@ def _entry(own: _Writer, *, is_listed: bool) -> None:
     is_apart = own.writer.scores[1] is not None and is_listed
     masks = "none" if not plan.has_masks else "some" if is_apart else "all"
     row_tiles, key_tiles = tiles_of(plan)
+    stages, buffers = slots_of(plan)
     others = math.prod(plan.region.sizes[x] for x in plan.others)
     own.writer.depth = 0
     names = ("own_place", "place", "query_at", "key_at", "value_at", "cotangent_at", "row_at", "line_at", "score",
              "plain_score", "slope")  # fmt: skip
     emit(f"FUNCTIONS = gl.constexpr(Functions({', '.join(names)}))")
     emit(
-        f"SHAPE = gl.constexpr(BackwardShape({plan.tile.rows}, {plan.width}, {row_tiles}, {key_tiles}, {others}, "
+        f"SHAPE = gl.constexpr(BackwardShape({plan.tile.rows}, {plan.tile.columns}, {plan.width}, {stages}, {buffers}, {row_tiles}, {key_tiles}, {others}, "
         f"{masks!r}, {is_listed}, {factor * LOG2_E}, {factor}, {root.leaf is plan.product}, {own.region.is_ordered}))"
     )
     emit()

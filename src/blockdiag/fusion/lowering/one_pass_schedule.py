@@ -15,11 +15,13 @@ from blockdiag.fusion.ir.tree import Leaf, Region, Source, nodes_of, with_node
 from blockdiag.fusion.lowering.hopper import Place, count_of, is_narrow, places_of
 from blockdiag.fusion.lowering.tile_program import value_columns, value_labels
 
-KEYS = 128
-"""Keys per program."""
-# Queries per tile, by features: for scores that are products, and for other functions of these, which need more
-# registers. With 64 features, products of more queries need less shared memory bandwidth.
-_ROWS = {64: (128, 64), 128: (64, 64)}
+# Tiles by features: for scores that are products, and for other functions of these, which need more registers. With 64
+# features, products of more queries need less shared memory bandwidth.
+_TILES = {
+    64: (Tile(128, 128), Tile(64, 128)),
+    128: (Tile(64, 128), Tile(64, 128)),
+    256: (Tile(64, 64), Tile(64, 64)),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +66,14 @@ def one_pass(region: Region) -> OnePass | None:
     if query is None or key is None or any(leaf.role in ("score", "distance") for leaf in region.leaves):
         return None
     width = count_of(region, query.features)
-    if width not in _ROWS or count_of(region, value_columns(region)) != width or not _has_gradients(region, query, key):
+    if (
+        width not in _TILES
+        or count_of(region, value_columns(region)) != width
+        or not _has_gradients(region, query, key)
+    ):
         return None
     is_bare = factored(unmasked(region.score)[0])[0] is products[0]
-    tile = Tile(_ROWS[width][not is_bare], KEYS)
+    tile = _TILES[width][not is_bare]
     is_tiled = region.sizes["q"] % tile.rows == 0 and region.sizes["k"] % tile.columns == 0
     places = places_of(region, query, key)
     if not is_tiled or places is None or not is_narrow(replace(region, dtype=region.value.dtype), query, key):
@@ -100,6 +106,11 @@ def _has_gradients(region: Region, query: Leaf, key: Leaf) -> bool:
         and is_whole
         and has_dtypes
     )
+
+
+def slots_of(plan: OnePass) -> tuple[int, int]:
+    """Return the slots for queries, as many as for cotangents, and the buffers for gradients of queries."""
+    return (1, 1) if plan.width == 256 else (2, 2)
 
 
 def tiles_of(plan: OnePass) -> tuple[int, int]:

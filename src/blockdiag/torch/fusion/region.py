@@ -319,7 +319,16 @@ def mark(
         delta = Step(DeltaLaunch(delta_source(inner), made["output"]), ("output", "cotangent"), (None,))
     left = iter(steps)
     (forward,), backward, own, on_hopper = (tuple(itertools.islice(left, len(group))) for group in groups)
-    marker = Steps(forward, own[0] if own else None, delta, backward, on_hopper, _tensor_dtype(value.dtype), has_log_sum, len(carriers))
+    marker = Steps(
+        forward,
+        own[0] if own else None,
+        delta,
+        backward,
+        on_hopper,
+        _tensor_dtype(value.dtype),
+        has_log_sum,
+        len(carriers),
+    )
     output, *rest = region_p.bind(*arguments, steps=marker)
     return result_array(region, output) if change.changes_result else output, rest[0] if rest else None
 

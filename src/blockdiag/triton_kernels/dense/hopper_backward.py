@@ -1,6 +1,6 @@
 """Template in Gluon of the one-pass backward kernel for Hopper: gradients of queries, keys and values.
 
-A program has a tile of 128 keys and visits the query tiles that see it. Each visit takes five products: scores and
+A program has a tile of 128 keys, or of 64 with 256 features, and visits the query tiles that see it. Each visit takes five products: scores and
 gradients of weights, both [keys, queries], and a part of each of the three gradients. Two separate passes, one for
 queries and one for keys, would take seven.
 
@@ -48,13 +48,10 @@ from blockdiag.triton_kernels.launch.gluon_names import load_async, reinterpret,
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 from blockdiag.triton_kernels.parts.reductions import add_rows
 
-KEYS = gl.constexpr(128)
-STAGES = gl.constexpr(2)
 REDUCERS = gl.constexpr(3)
-BUFFERS = gl.constexpr(2)
 WARPS = gl.constexpr(8)
-# Rows of 128 numbers that a reducing warp adds at once.
-PART_ROWS = gl.constexpr(8)
+# Numbers that a reducing warp adds at once.
+PART_NUMBERS = gl.constexpr(1024)
 # The fewest registers, so that each of the computing threads gets 240. With 232, products would be serialised.
 FEW_REGISTERS = gl.constexpr(24)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -84,7 +81,9 @@ class BackwardShape:
     """Static properties of a launch.
 
     Attributes:
-        rows, width: queries per tile, and features of queries, keys and values.
+        rows, keys, width: queries and keys per tile, and features of queries, keys and values.
+        stages: slots for queries, and for their cotangents.
+        buffers: buffers for parts of the queries' gradients.
         query_tiles, key_tiles: tiles per line.
         others: how many lines of queries share a line of keys and values.
         masks: "none", "all" or "some": the tiles that masks touch.
@@ -96,7 +95,10 @@ class BackwardShape:
     """
 
     rows: int
+    keys: int
     width: int
+    stages: int
+    buffers: int
     query_tiles: int
     key_tiles: int
     others: int
@@ -119,9 +121,12 @@ class Memory(NamedTuple):
     delta: Any
     slope: Any
     part: Any
+    weights: Any
     key_full: Any
-    full: Any
-    empty: Any
+    query_full: Any
+    query_empty: Any
+    cotangent_full: Any
+    cotangent_empty: Any
     part_full: Any
     part_empty: Any
 
@@ -143,11 +148,37 @@ class Walk(NamedTuple):
 
 
 @gluon.jit
-def start_products(left, right, b_start):
+def layouts(SHAPE: gl.constexpr):
+    """Return zeros in the layouts of scores, and of the gradients of keys and of queries.
+
+    With up to 128 features, each of the two groups of warps has half of the keys, or, for the gradient of queries, half
+    of the queries or of the features. With 256, each has half of the queries of scores, and half of the features of all
+    gradients.
+    """
+    M: gl.constexpr = SHAPE.rows
+    KEYS: gl.constexpr = SHAPE.keys
+    WIDTH: gl.constexpr = SHAPE.width
+    if WIDTH == 256:
+        S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // 2, 2], [16, M // 2, 16])
+        A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // 2, 2], [16, WIDTH // 2, 16])
+        Q: gl.constexpr = A
+    else:
+        S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
+        A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+        if M == 128:
+            Q: gl.constexpr = A
+        else:
+            Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // 2, 2], [16, WIDTH // 2, 16])
+    b_scores = gl.zeros([KEYS, M], gl.float32, S)
+    b_keys = gl.zeros([KEYS, WIDTH], gl.float32, A)
+    b_queries = gl.zeros([M, WIDTH], gl.float32, Q)
+    return b_scores, b_keys, b_queries
+
+
+@gluon.jit
+def start_products(left, right, b_start, b_zero):
     """Start the products of keys or values with a tile of queries or cotangents, on top of one number per query."""
-    M: gl.constexpr = right.shape[0]
-    LAYOUT: gl.constexpr = b_start.type.layout.parent
-    b_start, _b_zero = gl.broadcast(gl.expand_dims(b_start, 0), gl.zeros([KEYS, M], gl.float32, LAYOUT))
+    b_start, _b_zero = gl.broadcast(gl.expand_dims(b_start, 0), b_zero)
     return warpgroup_mma(left, right.permute((1, 0)), b_start, is_async=True)
 
 
@@ -155,15 +186,11 @@ def start_products(left, right, b_start):
 def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTIONS: gl.constexpr,
           SHAPE: gl.constexpr):
     """Compute on one query tile; return the sums of the gradients of keys and values."""
-    M: gl.constexpr = SHAPE.rows
-    WIDTH: gl.constexpr = SHAPE.width
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
+    STAGES: gl.constexpr = SHAPE.stages
+    BUFFERS: gl.constexpr = SHAPE.buffers
+    b_zero, _b_keys, b_none = layouts(SHAPE)
+    S: gl.constexpr = b_zero.type.layout
     A: gl.constexpr = b_dk.type.layout
-    # Tiles of 64 queries are divided by features between the two groups of warps.
-    if M == 128:
-        Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
-    else:
-        Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // 2, 2], [16, WIDTH // 2, 16])
     dtype: gl.constexpr = memory.key.dtype
     stage = number % STAGES
     # Zero, which the compiler does not know. It would compute all addresses of operands before the loop and keep them
@@ -173,15 +200,16 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
     slope = memory.slope.index(zero)
     query = memory.query.index(stage)
     cotangent = memory.cotangent.index(stage)
-    mbarrier.wait(memory.full.index(stage), number // STAGES % 2)
+    mbarrier.wait(memory.query_full.index(stage), number // STAGES % 2)
     b_base = memory.log_sum.index(stage).load(gl.SliceLayout(0, S))
     b_base = gl.where(b_base == float("-inf"), 0.0, b_base * LOG2_E)
     if SHAPE.is_bare:
-        b_products = start_products(key, query, b_base * (-1.0 / SHAPE.unit))
+        b_products = start_products(key, query, b_base * (-1.0 / SHAPE.unit), b_zero)
     else:
-        b_products = start_products(key, query, gl.full_like(b_base, 0.0))
+        b_products = start_products(key, query, gl.full_like(b_base, 0.0), b_zero)
+    mbarrier.wait(memory.cotangent_full.index(stage), number // STAGES % 2)
     b_weighed = start_products(memory.value.index(zero), cotangent,
-                               -memory.delta.index(stage).load(gl.SliceLayout(0, S)))
+                               -memory.delta.index(stage).load(gl.SliceLayout(0, S)), b_zero)
     b_products = warpgroup_mma_wait(1, deps=[b_products])
     if SHAPE.masks == "some":
         if is_masked != 0:
@@ -196,8 +224,16 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
         b_power = gl.exp2(b_score * SHAPE.unit)
     else:
         b_power = gl.exp2(b_score * SHAPE.unit - gl.expand_dims(b_base, 0))
-    b_dv = warpgroup_mma(gl.convert_layout(b_power.to(dtype), gl.DotOperandLayout(0, A, 2)), cotangent, b_dv,
-                         is_async=True)
+    if SHAPE.width == 256:
+        # Both groups need the weights of all queries.
+        weights = memory.weights.index(zero)
+        weights.store(b_power.to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        b_dv = warpgroup_mma(weights, cotangent, b_dv, is_async=True)
+    else:
+        b_dv = warpgroup_mma(gl.convert_layout(b_power.to(dtype), gl.DotOperandLayout(0, A, 2)), cotangent, b_dv,
+                             is_async=True)
     b_weighed = warpgroup_mma_wait(1, deps=[b_weighed])
     b_slope = FUNCTIONS.slope(arrays, place, r_q, r_k, b_products, b_power, b_weighed)
     if SHAPE.masks != "none":
@@ -206,33 +242,52 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
     b_slope = b_slope.to(dtype)
     slope.store(b_slope)
     fence_async_shared()
-    thread_barrier()
-    # The gradient of queries first: it leaves while that of keys is computed.
-    b_dq = warpgroup_mma(slope.permute((1, 0)), key, gl.zeros([M, WIDTH], gl.float32, Q), use_acc=False,
-                         is_async=True)
-    b_dk = warpgroup_mma(gl.convert_layout(b_slope, gl.DotOperandLayout(0, A, 2)), query, b_dk, is_async=True)
-    b_dv, b_dq = warpgroup_mma_wait(1, deps=[b_dv, b_dq])
+    if SHAPE.width == 256:
+        # There is one slot for queries and one for cotangents: each is freed as soon as possible.
+        b_dv = warpgroup_mma_wait(0, deps=[b_dv])
+        thread_barrier()
+        mbarrier.arrive(memory.cotangent_empty.index(stage), count=1)
+        b_dk = warpgroup_mma(slope, query, b_dk, is_async=True)
+        b_dq = warpgroup_mma(slope.permute((1, 0)), key, b_none, use_acc=False, is_async=True)
+        b_dk = warpgroup_mma_wait(1, deps=[b_dk])
+        thread_barrier()
+        mbarrier.arrive(memory.query_empty.index(stage), count=1)
+        b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+        send_part(memory, b_dq, number, BUFFERS)
+        thread_barrier()
+    else:
+        thread_barrier()
+        # The gradient of queries first: it leaves while that of keys is computed.
+        b_dq = warpgroup_mma(slope.permute((1, 0)), key, b_none, use_acc=False, is_async=True)
+        b_dk = warpgroup_mma(gl.convert_layout(b_slope, gl.DotOperandLayout(0, A, 2)), query, b_dk, is_async=True)
+        b_dv, b_dq = warpgroup_mma_wait(1, deps=[b_dv, b_dq])
+        send_part(memory, b_dq, number, BUFFERS)
+        b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+        thread_barrier()
+        mbarrier.arrive(memory.query_empty.index(stage), count=1)
+        mbarrier.arrive(memory.cotangent_empty.index(stage), count=1)
+    mbarrier.arrive(memory.part_full.index(number % REDUCERS), count=1)
+    return b_dk, b_dv
+
+
+@gluon.jit
+def send_part(memory, b_dq, number, BUFFERS: gl.constexpr):
+    """Write a tile of the queries' gradients to its buffer, once the tile before has left."""
     before = number - BUFFERS
     if before >= 0:
         mbarrier.wait(memory.part_empty.index(before % REDUCERS), before // REDUCERS % 2)
     memory.part.index(number % BUFFERS).store(b_dq)
-    b_dk = warpgroup_mma_wait(0, deps=[b_dk])
-    thread_barrier()
-    mbarrier.arrive(memory.empty.index(stage), count=1)
-    mbarrier.arrive(memory.part_full.index(number % REDUCERS), count=1)
-    return b_dk, b_dv
 
 
 @gluon.jit
 def compute(memory, arrays, key_gradient, value_gradient, own, walk, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Compute the gradients of the program's keys and values, and the parts of the queries' gradients."""
     M: gl.constexpr = SHAPE.rows
-    WIDTH: gl.constexpr = SHAPE.width
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
-    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    KEYS: gl.constexpr = SHAPE.keys
     dtype: gl.constexpr = memory.key.dtype
-    b_dk = gl.zeros([KEYS, WIDTH], gl.float32, A)
-    b_dv = gl.zeros([KEYS, WIDTH], gl.float32, A)
+    b_scores, b_dk, _b_queries = layouts(SHAPE)
+    S: gl.constexpr = b_scores.type.layout
+    b_dv = b_dk
     r_k = walk.key_tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, S))
     mbarrier.wait(memory.key_full.index(0), 0)
     number = 0
@@ -283,6 +338,8 @@ def load(memory, query, key, value, cotangent, p_log_sum, p_delta, own, walk, FU
          SHAPE: gl.constexpr):
     """Load the program's keys and values, and fill the ring with query tiles."""
     M: gl.constexpr = SHAPE.rows
+    KEYS: gl.constexpr = SHAPE.keys
+    STAGES: gl.constexpr = SHAPE.stages
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BYTES: gl.constexpr = 2 * SHAPE.width
     o_row = gl.arange(0, M, LINE)
@@ -300,16 +357,19 @@ def load(memory, query, key, value, cotangent, p_log_sum, p_delta, own, walk, FU
         for at in range(walk.count):
             tile, _is_masked, code = next_tile(walk, at, code, SHAPE)
             stage = number % STAGES
-            mbarrier.wait(memory.empty.index(stage), number // STAGES % 2 ^ 1)
-            mbarrier.expect(memory.full.index(stage), 2 * M * BYTES)
+            mbarrier.wait(memory.query_empty.index(stage), number // STAGES % 2 ^ 1)
+            mbarrier.expect(memory.query_full.index(stage), M * BYTES)
             row, column = FUNCTIONS.query_at(place, tile * M)
-            tma_load(query, [row, column], memory.full.index(stage), memory.query.index(stage))
-            row, column = FUNCTIONS.cotangent_at(place, tile * M)
-            tma_load(cotangent, [row, column], memory.full.index(stage), memory.cotangent.index(stage))
+            tma_load(query, [row, column], memory.query_full.index(stage), memory.query.index(stage))
             load_async(memory.log_sum.index(stage), p_log_sum + (first + tile * M) + o_row)
-            load_async(memory.delta.index(stage), p_delta + (first + tile * M) + o_row)
             # The copies of the threads arrive at the barrier when they complete.
-            async_copy.mbarrier_arrive(memory.full.index(stage), increment_count=False)
+            async_copy.mbarrier_arrive(memory.query_full.index(stage), increment_count=False)
+            mbarrier.wait(memory.cotangent_empty.index(stage), number // STAGES % 2 ^ 1)
+            mbarrier.expect(memory.cotangent_full.index(stage), M * BYTES)
+            row, column = FUNCTIONS.cotangent_at(place, tile * M)
+            tma_load(cotangent, [row, column], memory.cotangent_full.index(stage), memory.cotangent.index(stage))
+            load_async(memory.delta.index(stage), p_delta + (first + tile * M) + o_row)
+            async_copy.mbarrier_arrive(memory.cotangent_full.index(stage), increment_count=False)
             number += 1
 
 
@@ -319,8 +379,11 @@ def reduce(memory, p_query_gradient, p_turns, own, walk, OWN: gl.constexpr, FUNC
     """Add every third tile of the queries' gradients, from tile OWN on, to the float32 sums."""
     M: gl.constexpr = SHAPE.rows
     WIDTH: gl.constexpr = SHAPE.width
-    PART: gl.constexpr = PART_ROWS * (128 // WIDTH)
-    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [1, 1], [1, 0])
+    BUFFERS: gl.constexpr = SHAPE.buffers
+    # The lanes of a warp have up to 128 consecutive numbers of a row.
+    LANES: gl.constexpr = 32 if WIDTH >= 128 else WIDTH // 4
+    PART: gl.constexpr = PART_NUMBERS // WIDTH
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [1, 1], [1, 0])
     o_row = gl.expand_dims(gl.arange(0, PART, gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LINES)), 0)
     number = 0
@@ -361,7 +424,10 @@ def one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient
     `arrays` are the pointers that the generated functions read. The last of the turns counts programs.
     """
     M: gl.constexpr = SHAPE.rows
+    KEYS: gl.constexpr = SHAPE.keys
     WIDTH: gl.constexpr = SHAPE.width
+    STAGES: gl.constexpr = SHAPE.stages
+    BUFFERS: gl.constexpr = SHAPE.buffers
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SLOPES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     # Groups of eight numbers alternate, so that the fragments of four rows are in different banks.
@@ -374,10 +440,14 @@ def one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
     slope_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, M], SLOPES)
     part_smem = gl.allocate_shared_memory(gl.float32, [BUFFERS, M, WIDTH], PARTS)
+    weights_smem = slope_smem
+    if WIDTH == 256:
+        weights_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, M], SLOPES)
     # The threads of the loading warp arrive at a full slot, too.
     memory = Memory(key_smem, value_smem, query_ring, cotangent_ring, log_sum_ring, delta_ring, slope_smem, part_smem,
-                    make_barriers(1, 1), make_barriers(STAGES, 33), make_barriers(STAGES, 1),
-                    make_barriers(REDUCERS, 1), make_barriers(REDUCERS, 1))
+                    weights_smem, make_barriers(1, 1), make_barriers(STAGES, 33), make_barriers(STAGES, 1),
+                    make_barriers(STAGES, 33), make_barriers(STAGES, 1), make_barriers(REDUCERS, 1),
+                    make_barriers(REDUCERS, 1))
     program = gl.program_id(0)
     cell = program // SHAPE.key_tiles
     key_tile = program % SHAPE.key_tiles

@@ -1,0 +1,1 @@
+"""Dense attention beside cuDNN, FlashAttention 2 and FlexAttention."""
