@@ -12,6 +12,7 @@ from blockdiag import fuse
 from blockdiag.fusion.analysis.mask_states import DEAD, FULL, MASKED_TILE
 from blockdiag.fusion.ir.layout import shape_of
 from blockdiag.fusion.ir.tree import unordered
+from blockdiag.fusion.lowering import one_pass_schedule
 from blockdiag.fusion.lowering.one_pass_schedule import one_pass
 from blockdiag.fusion.runtime import block_sparsity
 from blockdiag.fusion.runtime import triton as triton_fused
@@ -31,6 +32,15 @@ def test_one_pass_gradients_match_float32(name, launched):  # noqa: F811
     case = CASES[name]
     assert_exact(case, fuse(case.function, implementation="triton"))
     assert [x for x in launched if not x.startswith("fused_forward")] == [NAME]
+
+
+def test_programs_that_go_through_all_queries_of_a_key_head_match_float32(launched, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(one_pass_schedule, "_FEWEST_PROGRAMS", 0)
+    case = CASES["grouped"]
+    plan = one_pass(triton_fused.arranged(case.region())[0])
+    assert plan is not None and plan.others and not plan.is_shared
+    assert_exact(case, fuse(case.function, implementation="triton"))
+    assert NAME in launched
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.streams])

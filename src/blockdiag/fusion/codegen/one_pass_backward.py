@@ -20,9 +20,10 @@ from blockdiag.fusion.codegen.gluon import GluonPrinter, GluonWriter, HopperKern
 from blockdiag.fusion.codegen.kernels import LOG2_E, Output, Source, Writer, cells_of
 from blockdiag.fusion.frontend.trace import tile_jaxpr
 from blockdiag.fusion.ir.layout import layout_of, shape_of
-from blockdiag.fusion.ir.tree import Node, Region
+from blockdiag.fusion.ir.tree import Dim, Node, Region
+from blockdiag.fusion.lowering.hopper import Place, place_of
 from blockdiag.fusion.lowering.one_pass_schedule import OnePass, one_pass, programs_of, slots_of, tiles_of
-from blockdiag.fusion.lowering.tile_program import tile_function
+from blockdiag.fusion.lowering.tile_program import tile_function, value_columns
 
 NAME = "fused_backward_one_pass"
 WALK = ("walk_codes", "walk_ranks")
@@ -46,6 +47,7 @@ class _Writer(GluonWriter):
         writer = Writer(plan.region, "columns", plan.tile, (len(plan.region.leaves) - 1,), flipped=True)
         super().__init__(plan.region, writer, (plan.query, plan.key, plan.product))
         self.plan = plan
+        self.places = plan.places | _gradient_places(plan)
         # Rows of arrays [batch.., q, features] are counted, too.
         self.is_long |= cells_of(plan.region, plan.region.batch) * plan.region.sizes["q"] >= 2**31
 
@@ -63,6 +65,33 @@ class _Writer(GluonWriter):
         lines[first:first] = [f"    {one} = {expression}" for one, expression in known.items() if one in words]
         self.emit()
         self.emit()
+
+
+def _gradient_dims(plan: OnePass) -> dict[str, tuple[Dim, ...]]:
+    """Return the labels of the axes of the gradients of keys and values."""
+    region = plan.region
+    if plan.is_shared:
+        columns = ("k",), tuple(value_columns(region))
+        return {
+            "key_gradient": partial_dims(plan.key, plan.own),
+            "value_gradient": (*((label,) for label in plan.own), *columns),
+        }
+    key = gradient_dims(plan.key, plan.own)
+    assert key is not None, "such regions have no one-pass schedule"
+    return {"key_gradient": key, "value_gradient": region.value_dims}
+
+
+def _gradient_places(plan: OnePass) -> dict[str, Place]:
+    """Return the matrix views of the gradients of keys and values."""
+    sizes = plan.region.sizes
+    lines = {"key_gradient": plan.key.features, "value_gradient": tuple(value_columns(plan.region))}
+    found = {}
+    for name, dims in _gradient_dims(plan).items():
+        shape = shape_of(dims, sizes)
+        place = place_of(layout_of(shape, dims, sizes), shape, "k", lines[name], sizes)
+        assert place is not None, "gradients are dense"
+        found[name] = place
+    return found
 
 
 def _indices(labels: Sequence[str], name: str) -> dict[str, str]:
@@ -96,9 +125,11 @@ def _places(own: _Writer, labels: Sequence[str]) -> None:
     known = _indices(region.batch, "place")
 
     def at(name: str) -> None:
-        emit(f"return {own.at(plan.places[name], 'first')}")
+        emit(f"return {own.at(own.places[name], 'first')}")
 
-    for name, source in (("query", "query"), ("key", "key"), ("value", "value"), ("cotangent", "output")):
+    sources = {"query": "query", "key": "key", "value": "value", "cotangent": "output"}
+    sources |= {name: name for name in ("key_gradient", "value_gradient")}
+    for name, source in sources.items():
         own.function(f"{name}_at", "place, first", lambda source=source: at(source), known)
 
     def line(some: Sequence[str], last: int) -> None:
@@ -185,7 +216,7 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
     _places(own, labels or ())
     _scores(own)
     _entry(own, is_listed=labels is not None)
-    leaves, places, width = region.leaves, plan.places, plan.width
+    leaves, places, width = region.leaves, own.places, plan.width
     query, key = leaves.index(plan.query), leaves.index(plan.key)
     rows, keys = plan.tile.rows, plan.tile.columns
     listed = WALK if labels is not None else ()
@@ -202,8 +233,8 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
         ("key", f"leaf{key}", places["key"].shape, (keys, width)),
         ("value", "value", places["value"].shape, (keys, width)),
         ("cotangent", "cotangent", places["output"].shape, (rows, width)),
-        ("key_gradient", f"grad{key}", places["key"].shape, (keys, width)),
-        ("value_gradient", "grad_value", places["value"].shape, (keys, width)),
+        ("key_gradient", f"grad{key}", places["key_gradient"].shape, (keys, width)),
+        ("value_gradient", "grad_value", places["value_gradient"].shape, (keys, width)),
     )
     programs = programs_of(plan)
     text = _HEAD + "\n".join(own.writer.lines) + "\n"
@@ -215,14 +246,13 @@ def _outputs(plan: OnePass, query: int, key: int) -> tuple[Output, ...]:
     region = plan.region
     sizes = region.sizes
     dims = partial_dims(plan.query, region.batch)
-    key_dims = gradient_dims(plan.key, [x for x in region.batch if x in plan.own])
-    assert key_dims is not None
+    key_dims, value_dims = _gradient_dims(plan).values()
     dtype = jnp.dtype(region.value.dtype).name
     turns = cells_of(region, region.batch) * tiles_of(plan)[0]
     return (
         Output(f"grad{query}", dims, shape_of(dims, sizes), "float32", factor=_factor(plan), starts_at_zero=True),
         Output(f"grad{key}", key_dims, shape_of(key_dims, sizes), dtype),
-        Output("grad_value", region.value_dims, shape_of(region.value_dims, sizes), dtype),
+        Output("grad_value", value_dims, shape_of(value_dims, sizes), dtype),
         Output("turns", ((),), (turns,), "int32", starts_at_zero=True),
     )
 
@@ -244,13 +274,16 @@ def _entry(own: _Writer, *, is_listed: bool) -> None:
     stages, buffers = slots_of(plan)
     others = math.prod(plan.region.sizes[x] for x in plan.others)
     own.writer.depth = 0
-    names = ("own_place", "place", "query_at", "key_at", "value_at", "cotangent_at", "row_at", "line_at", "score",
-             "plain_score", "slope")  # fmt: skip
+    names = (
+        "own_place", "place", "query_at", "key_at", "value_at", "cotangent_at", "key_gradient_at", "value_gradient_at",
+        "row_at", "line_at", "score", "plain_score", "slope",
+    )  # fmt: skip
     emit(f"FUNCTIONS = gl.constexpr(Functions({', '.join(names)}))")
-    emit(
-        f"SHAPE = gl.constexpr(BackwardShape({plan.tile.rows}, {plan.tile.columns}, {plan.width}, {stages}, {buffers}, {row_tiles}, {key_tiles}, {others}, "
-        f"{masks!r}, {is_listed}, {factor * LOG2_E}, {factor}, {root.leaf is plan.product}, {own.region.is_ordered}))"
-    )
+    shape = (
+        plan.tile.rows, plan.tile.columns, plan.width, stages, buffers, row_tiles, key_tiles, others, masks, is_listed,
+        factor * LOG2_E, factor, root.leaf is plan.product, own.region.is_ordered,
+    )  # fmt: skip
+    emit(f"SHAPE = gl.constexpr(BackwardShape({', '.join(map(repr, shape))}))")
     emit()
     emit()
     codes = "p_walk_codes, p_walk_ranks" if is_listed else "p_turns, p_turns"

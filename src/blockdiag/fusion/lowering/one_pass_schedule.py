@@ -24,6 +24,11 @@ _TILES = {
 }
 
 
+# With fewer programs, those of the first keys, which are the longest under a causal mask, would end long after the
+# others. Queries that share keys then have programs of their own. Each of these writes 16-bit gradients.
+_FEWEST_PROGRAMS = 8 * 132
+
+
 @dataclass(frozen=True, eq=False)
 class OnePass:
     """One-pass schedule of a region.
@@ -35,7 +40,8 @@ class OnePass:
         places: the matrix views of "query", "key", "value" and "output"; gradients have the same.
         width: the features of queries, keys and values.
         tile: the tile of queries and keys.
-        own, others: the batch labels that keys and values have, and the others.
+        own, others: the batch labels of programs, and those that each program goes through.
+        is_shared: whether programs with the same keys write gradients of their own, which are summed later.
         has_masks: whether anything masks scores.
     """
 
@@ -48,6 +54,7 @@ class OnePass:
     tile: Tile
     own: tuple[str, ...]
     others: tuple[str, ...]
+    is_shared: bool
     has_masks: bool
 
 
@@ -84,8 +91,11 @@ def one_pass(region: Region) -> OnePass | None:
     inner = replace(region, score=score, leaves=(*region.leaves, product))
     own = tuple(label for label in region.batch if label in key.labels)
     others = tuple(label for label in region.batch if label not in own)
+    programs = region.sizes["k"] // tile.columns * count_of(region, own)
+    is_shared = bool(others) and programs < _FEWEST_PROGRAMS
+    own, others = (region.batch, ()) if is_shared else (own, others)
     has_masks = bool(unmasked(region.score)[1])
-    return OnePass(inner, product, query, key, places, width, tile, own, others, has_masks)
+    return OnePass(inner, product, query, key, places, width, tile, own, others, is_shared, has_masks)
 
 
 def _has_gradients(region: Region, query: Leaf, key: Leaf) -> bool:

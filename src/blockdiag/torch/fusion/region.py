@@ -23,7 +23,6 @@ from blockdiag.fusion.runtime.triton import (
     forward_kernel,
     hopper_kernels,
     kernel_of,
-    own_forward_kernel,
 )
 from blockdiag.interop.dlpack import TENSOR_DTYPES, refuse_several
 from blockdiag.interop.torch_launch import on_device

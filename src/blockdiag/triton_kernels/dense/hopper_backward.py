@@ -1,8 +1,8 @@
 """Template in Gluon of the one-pass backward kernel for Hopper: gradients of queries, keys and values.
 
-A program has a tile of 128 keys, or of 64 with 256 features, and visits the query tiles that see it. Each visit takes five products: scores and
-gradients of weights, both [keys, queries], and a part of each of the three gradients. Two separate passes, one for
-queries and one for keys, would take seven.
+A program has a tile of 128 keys, or of 64 with 256 features, and visits the query tiles that see it. Each visit takes
+five products: scores and gradients of weights, both [keys, queries], and a part of each of the three gradients. Two
+separate passes, one for queries and one for keys, would take seven.
 
 | warps | function | work |
 |---|---|---|
@@ -18,9 +18,9 @@ The method is that of FlashAttention-3 (Shah et al., 2024). The caller passes `f
 
 | function | returns |
 |---|---|
-| own_place(cell) | the batch indices that keys and values have, from a flat index |
-| place(own, other) | all batch indices; `other` counts those that only queries have |
-| query_at, key_at, value_at, cotangent_at (place, first) | the row and the column of a tile that starts at `first` |
+| own_place(cell) | the batch indices of a program, from a flat index |
+| place(own, other) | all batch indices; `other` counts those that a program goes through |
+| query_at, key_at, ... (place, first) | the row and the column of an array's tile that starts at `first` |
 | row_at(place) | the first element of the line in arrays [batch.., queries] |
 | line_at(place) | the index of the lists of tiles |
 | score, plain_score (arrays, place, r_q, r_k, products) | scores, with masks and without, divided by the factor |
@@ -69,6 +69,8 @@ class Functions:
     key_at: Any
     value_at: Any
     cotangent_at: Any
+    key_gradient_at: Any
+    value_gradient_at: Any
     row_at: Any
     line_at: Any
     score: Any
@@ -85,7 +87,7 @@ class BackwardShape:
         stages: slots for queries, and for their cotangents.
         buffers: buffers for parts of the queries' gradients.
         query_tiles, key_tiles: tiles per line.
-        others: how many lines of queries share a line of keys and values.
+        others: how many lines of queries a program goes through, one after the other.
         masks: "none", "all" or "some": the tiles that masks touch.
         is_listed: whether programs read which query tiles see their keys; otherwise all do.
         unit: the factor that converts scores to exponents of 2.
@@ -304,9 +306,9 @@ def compute(memory, arrays, key_gradient, value_gradient, own, walk, FUNCTIONS: 
     memory.key.index(0).store((b_dk * SHAPE.factor).to(dtype))
     fence_async_shared()
     thread_barrier()
-    row, column = FUNCTIONS.value_at(place, walk.key_tile * KEYS)
+    row, column = FUNCTIONS.value_gradient_at(place, walk.key_tile * KEYS)
     tma_store(value_gradient, [row, column], memory.value.index(0))
-    row, column = FUNCTIONS.key_at(place, walk.key_tile * KEYS)
+    row, column = FUNCTIONS.key_gradient_at(place, walk.key_tile * KEYS)
     tma_store(key_gradient, [row, column], memory.key.index(0))
     tma.store_wait(0)
 
