@@ -1,5 +1,6 @@
 """Tests of the one-pass backward kernel of Hopper: numbers, barriers, order of additions, and compilation."""
 
+import dataclasses
 import random
 
 import jax
@@ -25,6 +26,13 @@ from tests.triton_kernels.plans_support import report_of
 
 HOPPER = Target.for_arch(90)
 NAME = "fused_backward_one_pass"
+
+
+@pytest.fixture(autouse=True)
+def always_fast(monkeypatch):
+    """Use the kernel for calls that are too small for it to be faster."""
+    for name in ("_FEWEST_SEEN", "_FEWEST_WITHOUT_MASKS", "_FEWEST_UNKNOWN"):
+        monkeypatch.setattr(one_pass_schedule, name, dict.fromkeys((64, 128, 256), 0))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.streams])
@@ -200,6 +208,18 @@ def test_very_long_sequences_have_no_walk(monkeypatch):
     monkeypatch.setattr(block_sparsity, "_MOST_WALKED", 10)
     inner, _ = triton_fused.arranged(CASES["causal"].region())
     assert triton_fused.leading_one_pass(inner, constants_of(inner)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "is_chosen"), [("causal", True), ("window", False), ("full", False), ("documents", False), ("wide", True)]
+)
+def test_one_pass_kernel_is_chosen_where_it_is_faster(name, is_chosen, monkeypatch):
+    monkeypatch.undo()
+    case = CASES[name]
+    tokens = 4096 if name == "documents" else 2048
+    shapes = {x: (1, tokens) if x == "segment" else (1, tokens, *shape[2:]) for x, shape in case.shapes.items()}
+    inner, _ = triton_fused.arranged(dataclasses.replace(case, shapes=shapes).region())
+    assert triton_fused.has_leading_kernel(inner, has_sum=False) is is_chosen
 
 
 def test_unordered_sums_are_another_kernel():

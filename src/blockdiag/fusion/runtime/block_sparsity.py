@@ -141,6 +141,15 @@ def walk_labels(region: Region, tile: Tile) -> tuple[str, ...] | None:
     return masks.labels
 
 
+def most_visits(region: Region, tile: Tile) -> int | None:
+    """Return the most query tiles that see a tile of keys; None if masks depend on arrays."""
+    masks = region.once(_masks, tile)
+    found = None if masks is None or not masks.is_known else region.once(_known_tables, tile)
+    if masks is not None and not masks.is_known:
+        return None
+    return -(-region.sizes["q"] // tile.rows) if found is None else found[0]["_t"].form.most
+
+
 def walk_tables(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Walks | None:
     """Return lists of live tiles for one-pass kernels, None if no tile is known to be dead; see `live_tiles`.
 

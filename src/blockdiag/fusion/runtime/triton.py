@@ -28,7 +28,7 @@ from blockdiag.fusion.ir.tile import Kind, Tile
 from blockdiag.fusion.ir.tree import FEATURES, Leaf, Region, nodes_of, with_leaves
 from blockdiag.fusion.ir.tree import Source as ArraySource
 from blockdiag.fusion.lowering.diagonals import distance_gradient
-from blockdiag.fusion.lowering.one_pass_schedule import one_pass
+from blockdiag.fusion.lowering.one_pass_schedule import is_fast, one_pass
 from blockdiag.fusion.lowering.resident_schedule import CHUNK, rounds_each
 from blockdiag.fusion.lowering.streamed_schedule import own_tile
 from blockdiag.fusion.lowering.tile_configs import Config, config_of, shared_bytes, widest
@@ -40,7 +40,7 @@ from blockdiag.fusion.lowering.tile_program import (
     value_columns,
     value_labels,
 )
-from blockdiag.fusion.runtime.block_sparsity import Live, live_tiles, walk_labels, walk_tables
+from blockdiag.fusion.runtime.block_sparsity import Live, live_tiles, most_visits, walk_labels, walk_tables
 from blockdiag.interop import jax_call
 from blockdiag.interop.by_target import by_target
 from blockdiag.triton_kernels.launch.compile import load_compiler, shared_limit
@@ -468,21 +468,28 @@ def leading_one_pass(region: Region, arrays: Mapping[str, Any]) -> Kernel | None
         region: an arranged region.
         arrays: the leaves by name, from which lists of tiles are computed.
     """
-    plan = region.once(one_pass)
-    if plan is None:
-        return None
-    try:
-        labels = region.once(walk_labels, plan.tile)
-        kernel = region.once(one_pass_kernel, labels)
-    except (NotPrintable, OverflowError):
-        # Gluon lacks some operations that Triton has, and very long sequences have too many tiles.
-        return None
-    if kernel is None:
+    plan, kernel = region.once(one_pass), region.once(_one_pass_kernel)
+    if plan is None or kernel is None:
         return None
     walks = walk_tables(region, plan.tile, arrays)
     live, share = ({}, 1.0) if walks is None else (walks.arrays, walks.share)
     flops = _flops(region, "columns", plan.tile, None) * 1.25 * share
     return Kernel(kernel.source, plan.tile, kernel.num_warps, 1, (0, 0), live, kernel, flops)
+
+
+def _one_pass_kernel(region: Region) -> HopperKernel | None:
+    """Return the one-pass kernel of an arranged region, None if it does not apply or is not faster."""
+    plan = region.once(one_pass)
+    if plan is None:
+        return None
+    try:
+        labels = region.once(walk_labels, plan.tile)
+        if not is_fast(plan, region.once(most_visits, plan.tile), is_listed=labels is not None):
+            return None
+        return region.once(one_pass_kernel, labels)
+    except (NotPrintable, OverflowError):
+        # Gluon lacks some operations that Triton has, and very long sequences have too many tiles.
+        return None
 
 
 def has_leading_kernel(region: Region, *, has_sum: bool) -> bool:
@@ -492,7 +499,7 @@ def has_leading_kernel(region: Region, *, has_sum: bool) -> bool:
         region: an arranged region.
         has_sum: whether the log-sum-exp has a cotangent.
     """
-    return (not has_sum and joint_kernel(region) is not None) or region.once(one_pass) is not None
+    return (not has_sum and joint_kernel(region) is not None) or region.once(_one_pass_kernel) is not None
 
 
 def hopper_kernels(region: Region, arrays: Mapping[str, Any], *, has_sum: bool) -> list[Kernel] | None:
