@@ -407,6 +407,21 @@ def _streamed(first: int) -> Iterator[Call]:
         yield _fused_by_name(name, CASES[name].function, CASES[name].inputs)
 
 
+def _one_pass() -> Iterator[Call]:
+    from blockdiag.fusion.lowering import one_pass_schedule
+    from tests.fusion.one_pass_cases import CASES
+
+    for table in (
+        one_pass_schedule._FEWEST_SEEN,
+        one_pass_schedule._FEWEST_WITHOUT_MASKS,
+        one_pass_schedule._FEWEST_UNKNOWN,
+    ):
+        # Calls that are too small for the kernel to be faster launch it as well.
+        table.update(dict.fromkeys(table, 0))
+    for name in ("narrow", "causal", "documents", "soft_cap", "grouped", "wide_causal"):
+        yield _fused_by_name(f"one_pass_{name}", CASES[name].function, CASES[name].inputs)
+
+
 def _fused_torch() -> Iterator[Call]:
     from blockdiag.torch import fuse
     from tests.fusion.resident_cases import CASES as RESIDENT
@@ -461,6 +476,7 @@ FAMILIES = {
     "fuse_resident_2": Family(functools.partial(_resident, 1), "jax"),
     "fuse_streamed_1": Family(functools.partial(_streamed, 0), "jax"),
     "fuse_streamed_2": Family(functools.partial(_streamed, 1), "jax"),
+    "fuse_one_pass": Family(_one_pass, "jax"),
     "fuse_torch": Family(_fused_torch, "torch"),
     "false_alarms": Family(_false_alarms, "torch"),
 }

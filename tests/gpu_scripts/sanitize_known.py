@@ -240,7 +240,7 @@ _READ = r"Uninitialized __global__ memory read of size {} bytes"
 # Kernels whose results the copy engine stores, and the families that launch them.
 _BY_COPY_ENGINE = (
     "block_diagonal", "block_diagonal_torch", "projection_torch", "pallas", "fuse_resident_1", "fuse_resident_2",
-    "fuse_streamed_1", "fuse_streamed_2", "fuse_torch", "false_alarms",
+    "fuse_streamed_1", "fuse_streamed_2", "fuse_one_pass", "fuse_torch", "false_alarms",
 )  # fmt: skip
 _COPY_ENGINE = (
     "initcheck does not see what the copy engine (TMA) writes, so that who reads it next seems to read nothing. Each "
@@ -259,7 +259,7 @@ KNOWN = {
     "word of warp specialisation": Known(
         "racecheck",
         _RACE,
-        r"moba_hopper_\w+|block_diagonal_hopper_\w+|fused_\w+_(?:resident|streamed)|specialised|handed_over",
+        r"moba_hopper_\w+|block_diagonal_hopper_\w+|fused_\w+_(?:resident|streamed|one_pass)|specialised|handed_over",
         "Triton tells waiting warps in shared memory what to run next, between barriers of all warps that racecheck "
         "does not pair. Evidence: `specialised` in false_alarms.py has nothing else in shared memory.",
         is_such=_is_of_specialisation,
@@ -267,7 +267,7 @@ KNOWN = {
     "handed over by an mbarrier": Known(
         "racecheck",
         _RACE,
-        r"fused_forward_resident|fused_rows_and_pairs_resident|handed_over",
+        r"fused_forward_resident|fused_rows_and_pairs_resident|fused_backward_one_pass|handed_over",
         "Warps store, meet at a barrier, and one thread arrives at an mbarrier on which the reading warps wait; "
         "racecheck takes the wait for ordered after that thread alone, not after those that it met. Evidence: "
         "`handed_over` in false_alarms.py; values that the arriving thread itself has stored are not reported.",

@@ -118,7 +118,7 @@ def _has_gradients(region: Region, query: Leaf, key: Leaf) -> bool:
     )
 
 
-# The fewest queries that must see a key, at most, by features. With fewer, plain kernels are as fast or faster, and need
+# The fewest queries that must see a key, at most, by features. With fewer, plain kernels are as fast, and need
 # no float32 array: with a window of 256 they take 20% to 30% less time on an H200.
 _FEWEST_SEEN = {64: 1024, 128: 1024, 256: 256}
 # The same without masks: all programs then reach a query tile at the same time, and wait for their turns.
