@@ -23,6 +23,7 @@ from blockdiag.fusion.runtime.triton import (
     forward_kernel,
     hopper_kernels,
     kernel_of,
+    own_forward_kernel,
 )
 from blockdiag.interop.dlpack import TENSOR_DTYPES, refuse_several
 from blockdiag.interop.torch_launch import on_device
@@ -277,11 +278,13 @@ def mark(
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
     constant = {name: jax.lax.stop_gradient(x) for name, x in arrays.items()}
-    groups = [[forward_kernel(inner, constant)], backward_kernels(inner, constant) if has_gradient else [], []]
-    if has_gradient:
-        groups[-1] = (
-            hopper_kernels(inner, constant, has_sum=False) or hopper_kernels(inner, constant, has_sum=True) or []
-        )
+    own_forward = own_forward_kernel(inner, constant)
+    groups = [
+        [forward_kernel(inner, constant)],
+        backward_kernels(inner, constant) if has_gradient else [],
+        [] if own_forward is None else [own_forward],
+        (hopper_kernels(inner, constant, has_sum=False) or []) if has_gradient else [],
+    ]
     kernels = list(itertools.chain(*groups))
     names = {name for kernel in kernels for name in kernel.source.inputs}
     operands = {name: x for name, x in arrays.items() if name in names}
