@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from benchmarks.harness.plot_style import LOOKS
-from benchmarks.harness.records import FuseTiming, GalleryTiming, MoBATiming, PagedTiming, Timing, dates_of
+from benchmarks.harness.records import DenseTiming, FuseTiming, GalleryTiming, MoBATiming, PagedTiming, Timing, dates_of
 from benchmarks.overview.speedups import (
     SpeedUp,
     behind,
@@ -116,6 +116,7 @@ def behind_section(
     paged: Sequence[PagedTiming],
     fused: Sequence[FuseTiming],
     gallery: Sequence[GalleryTiming],
+    dense_rows: Sequence[DenseTiming] = (),
 ) -> str:
     """Return a table of every measured figure that is slower than another implementation's, and their count."""
     every = [
@@ -123,6 +124,7 @@ def behind_section(
         *(one for name in ("fwd", "bwd", "fwd+bwd") for one in moba_speedups(moba, name)),
         *paged_speedups(paged),
         *fuse_speedups(fused, ("fwd", "fwd+bwd")),
+        *fuse_speedups(dense_rows, ("fwd", "fwd+bwd")),
     ]
     slower = behind(every)
     count = sum(one.factor is not None for one in every)

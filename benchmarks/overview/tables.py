@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.fuse.plots import case_name
-from benchmarks.harness.records import FuseTiming, GalleryTiming, MoBATiming, PagedTiming, Timing, dates_of, read_rows
+from benchmarks.harness.records import (
+    DenseTiming,
+    FuseTiming,
+    GalleryTiming,
+    MoBATiming,
+    PagedTiming,
+    Timing,
+    dates_of,
+    read_rows,
+)
 from benchmarks.overview.speedup_table import behind_section, summary_section
 
 ROOT = Path(__file__).parents[2]
@@ -458,13 +467,15 @@ BLOCKS = {RESULTS / "block_diagonal.csv": Timing}
 MOBA = {RESULTS / "moba.csv": MoBATiming}
 PAGED = {RESULTS / "paged.csv": PagedTiming}
 FUSE = {RESULTS / "fuse.csv": FuseTiming}
+DENSE_ROWS = {RESULTS / "dense.csv": DenseTiming}
 GALLERY = {RESULTS / "gallery.csv": GalleryTiming}
 SECTIONS = (
     Section(ROOT / "README.md", "figures", BLOCKS | MOBA | PAGED | FUSE, summary_section),
-    Section(ROOT / "README.md", "behind", BLOCKS | MOBA | PAGED | FUSE | GALLERY, behind_section),
+    Section(ROOT / "README.md", "behind", BLOCKS | MOBA | PAGED | FUSE | GALLERY | DENSE_ROWS, behind_section),
     Section(ROOT / "benchmarks" / "README.md", "block_diagonal", BLOCKS, section),
     Section(ROOT / "docs" / "moba.md", "moba", MOBA, moba_section),
     Section(ROOT / "docs" / "decode.md", "decode", PAGED, decode_section),
+    Section(ROOT / "docs" / "speed.md", "dense", DENSE_ROWS, dense_section),
     Section(ROOT / "docs" / "speed.md", "fuse", FUSE, fuse_section),
 )
 

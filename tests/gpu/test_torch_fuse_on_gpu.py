@@ -9,8 +9,10 @@ torch = pytest.importorskip("torch")
 
 from blockdiag import fuse as jax_fuse  # noqa: E402
 from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
+from blockdiag.fusion.lowering import one_pass_schedule  # noqa: E402
 from blockdiag.interop import dlpack  # noqa: E402
 from blockdiag.torch import explain, fuse  # noqa: E402
+from tests.fusion.one_pass_cases import CASES as ONE_PASS  # noqa: E402
 from tests.fusion.regions import test_nested_programs as inner  # noqa: E402
 from tests.fusion.resident_cases import CASES as RESIDENT  # noqa: E402
 from tests.fusion.streamed_cases import CASES as STREAMED  # noqa: E402
@@ -137,6 +139,26 @@ def test_streamed_output_equals_jax_bitwise(name):
     output = fuse(case.function)(**{key: to_tensor(x, GPU) for key, x in inputs.items()})
     expected = jax.jit(jax_fuse(case.function, implementation="triton"))(**inputs)
     torch.testing.assert_close(output.cpu(), to_tensor(np.asarray(expected)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "grouped", "wide_causal", "numbered"])
+def test_one_pass_gradients_match_jax_and_are_repeatable(name, monkeypatch):
+    for table in ("_FEWEST_SEEN", "_FEWEST_WITHOUT_MASKS", "_FEWEST_UNKNOWN"):
+        monkeypatch.setattr(one_pass_schedule, table, dict.fromkeys((64, 128, 256), 0))
+    case = ONE_PASS[name]
+    inputs = case.inputs()
+    tensors = {key: to_tensor(x, GPU).requires_grad_() for key, x in inputs.items()}
+    fused = fuse(case.function)
+    output = fused(**tensors)
+    cotangent = torch.randn_like(output)
+    found, again = (torch.autograd.grad(fused(**tensors), list(tensors.values()), cotangent) for _ in range(2))
+    assert_same_bits(list(found), list(again))
+    expected, pull = jax.vjp(lambda given: jax_fuse(case.function, implementation="triton")(**given), inputs)
+    torch.testing.assert_close(output.cpu(), to_tensor(np.asarray(expected)), rtol=0, atol=0)
+    (gradients,) = pull(dlpack.to_jax(cotangent))
+    for key, one in zip(tensors, found, strict=True):
+        wanted = to_tensor(np.asarray(gradients[key])).float()
+        torch.testing.assert_close(one.cpu().float(), wanted, rtol=1e-2, atol=1e-2 * wanted.abs().max().item())
 
 
 @pytest.mark.parametrize("name", ["causal", "alibi", "grouped_query", "two_biases", "differential"])

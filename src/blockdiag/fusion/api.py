@@ -92,8 +92,8 @@ def fuse[**P, R](
             shards: the axis of tokens of all arrays, or a tuple with an axis or None (a whole array) for each argument.
             The function is traced with whole shapes; what it computes around attention must not mix tokens.
         deterministic: whether gradients are bitwise equal in every run. False lets kernels add the float32 parts of the
-            gradient of queries in any order, where that is faster: on Hopper, for attention that one backward kernel
-            computes, backward passes take 5% to 25% less time. Other calls are the same.
+            gradient of queries in any order. On Hopper, in calls whose gradients one kernel computes, its programs then
+            do not wait for each other; other calls are the same.
 
     Returns:
         A function of the same arguments, whose results have the shapes and dtypes of the results of `function`.
