@@ -471,7 +471,7 @@ DENSE_ROWS = {RESULTS / "dense.csv": DenseTiming}
 GALLERY = {RESULTS / "gallery.csv": GalleryTiming}
 SECTIONS = (
     Section(ROOT / "README.md", "figures", BLOCKS | MOBA | PAGED | FUSE, summary_section),
-    Section(ROOT / "README.md", "behind", BLOCKS | MOBA | PAGED | FUSE | GALLERY | DENSE_ROWS, behind_section),
+    Section(ROOT / "docs" / "speed.md", "behind", BLOCKS | MOBA | PAGED | FUSE | GALLERY | DENSE_ROWS, behind_section),
     Section(ROOT / "benchmarks" / "README.md", "block_diagonal", BLOCKS, section),
     Section(ROOT / "docs" / "moba.md", "moba", MOBA, moba_section),
     Section(ROOT / "docs" / "decode.md", "decode", PAGED, decode_section),
