@@ -61,7 +61,7 @@ class Gradient:
     def finished(self, written: torch.Tensor) -> torch.Tensor:
         """Return the gradient: partial results are summed and placed where the region reads the operand."""
         if self.factor != 1.0:
-            # Two passes, but the second one also converts: torch has no kernel that does both.
+            # In place, because nothing else reads what the launch has written.
             written = written.mul_(self.factor)
         if self.dims == self.target:
             return written.to(self.dtype)

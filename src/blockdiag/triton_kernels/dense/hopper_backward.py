@@ -11,8 +11,9 @@ separate passes, one for queries and one for keys, would take seven.
 | 3 | `reduce` | add the parts of the queries' gradients to a float32 array, each every third tile |
 
 Tiles of the queries' gradients are summed in a fixed order, so results are repeatable: a program adds its part once all
-programs before it have added theirs. A program waits only for programs that started earlier. With masks the last key
-tiles start first, since under a causal mask they reach a query tile first.
+programs before it have added theirs. It waits only for programs with lower indices. GPUs start programs in the order of
+their indices, although CUDA does not promise it; otherwise a program could wait for one that never starts. With masks
+the last key tiles come first, since under a causal mask they reach a query tile first.
 
 The method is that of FlashAttention-3 (Shah et al., 2024). The caller passes `functions`, generated for a region:
 
@@ -423,7 +424,8 @@ def one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient
                       p_delta, p_query_gradient, p_turns, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Compute the gradients of one tile of keys and values, and add to those of the queries that see it.
 
-    `arrays` are the pointers that the generated functions read. The last of the turns counts programs.
+    `arrays` are the pointers that the generated functions read. `p_turns` counts the programs that have added to each
+    query tile.
     """
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
