@@ -99,8 +99,8 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     return Live(Lists(masks.labels, has_full, tuple(table.form for table in tables.values())), made)
 
 
-# The most tiles whose states one-pass kernels take, as int32 numbers on the device: 128 MB each of codes and ranks.
-_MOST_WALKED = 1 << 25
+# The most tiles whose states one-pass kernels take, as int32 numbers on the device: 64 MB each of codes and ranks.
+_MOST_WALKED = 1 << 24
 # Up to this many, the tables of known masks are constants of the program; beyond, they are computed from states.
 _MOST_CONSTANT = 1 << 18
 
@@ -114,11 +114,13 @@ class Walks:
         arrays: int32 arrays by name, see below.
         share: the fraction of tiles that are not dead; 1 if it depends on arrays.
 
-    | name | content |
-    |---|---|
-    | walk_codes | [labels.., tk, tq + 1], for each query tile twice the next live tile at or after it, plus 1 if masks touch that tile; last the number of live tiles |
-    | walk_ranks | [labels.., tk, tq], for each live query tile the number of later key tiles that are live for it |
-    """  # noqa: E501
+    | name | shape | content |
+    |---|---|---|
+    | walk_codes | [labels.., tk, tq + 1] | a code for each query tile, and last the number of live tiles |
+    | walk_ranks | [labels.., tk, tq] | for each live query tile, the number of later key tiles that are live for it |
+
+    A code is twice the next live tile at or after the query tile, plus 1 if masks touch that tile.
+    """
 
     labels: tuple[str, ...]
     arrays: Mapping[str, Any]
