@@ -1,4 +1,4 @@
-"""Tests of the one-pass backward kernel of Hopper: numbers, barriers, order of additions, and compilation."""
+"""Tests of the one-pass backward kernel of Hopper: gradients, barriers, order of additions, and compilation."""
 
 import dataclasses
 import random
@@ -30,7 +30,7 @@ NAME = "fused_backward_one_pass"
 
 @pytest.fixture(autouse=True)
 def always_fast(monkeypatch):
-    """Use the kernel for calls that are too small for it to be faster."""
+    """Use the kernel even for calls so small that plain kernels are faster."""
     for name in ("_FEWEST_SEEN", "_FEWEST_WITHOUT_MASKS", "_FEWEST_UNKNOWN"):
         monkeypatch.setattr(one_pass_schedule, name, dict.fromkeys((64, 128, 256), 0))
 
@@ -58,7 +58,7 @@ def test_one_pass_schedule_does_not_apply(name):
 
 
 def launch_of(case, *, is_ordered=True):
-    """Return the one-pass launch of a function of queries, keys and values alone, and arrays for it."""
+    """Return the one-pass launch of a case whose only inputs are queries, keys and values, and the launch's arrays."""
     region = case.region() if is_ordered else unordered(case.region())
     inputs = case.inputs()
     result = jax.eval_shape(case.function, **inputs)
@@ -80,7 +80,7 @@ def launch_of(case, *, is_ordered=True):
 
 
 class Slow(random.Random):
-    """A generator with which some warps are slow at every barrier."""
+    """Random generator of the interpreter's delays that makes some warps slow at every barrier."""
 
     def __init__(self, *naps):
         super().__init__(0)
@@ -95,13 +95,16 @@ class Slow(random.Random):
         return 1.0
 
 
-# The delays of the warps that compute, load, and reduce.
-SLOW_LOAD, SLOW_REDUCE, SLOW_COMPUTE = (0, 2e-3, 0, 0, 0), (0, 0, 2e-3, 1e-3, 0), (2e-3, 0, 0, 0, 0)
+# Two programs, each of which visits four query tiles.
+FEW_PROGRAMS = dataclasses.replace(CASES["full"], shapes=dict.fromkeys(("query", "key", "value"), (1, 256, 1, 128)))
+
+# The delays, in seconds, of the five partitions: compute, load, and three times reduce.
+SLOW_LOAD, SLOW_REDUCE, SLOW_COMPUTE = (0, 3e-2, 0, 0, 0), (0, 0, 0.3, 0.1, 0), (1e-2, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("naps", [SLOW_LOAD, SLOW_REDUCE, SLOW_COMPUTE])
 def test_one_pass_kernel_gives_the_same_bits_whichever_warps_are_slow(naps):
-    spec, arrays = launch_of(CASES["full"])
+    spec, arrays = launch_of(FEW_PROGRAMS)
     plan = spec.plan(HOPPER)
     for one, other in zip(
         interpret_gluon(plan, *arrays), interpret_gluon(plan, *arrays, chance=Slow(*naps)), strict=True
@@ -122,7 +125,7 @@ def test_one_pass_kernel_gives_the_same_bits_whichever_warps_are_slow(naps):
             "        b_dk = warpgroup_mma_wait(0, deps=[b_dk])\n",
             SLOW_COMPUTE,
         ),
-        # A buffer is written over before its numbers are added.
+        # A buffer is overwritten before its numbers are added.
         (
             "        mbarrier.wait(memory.part_empty.index(before % REDUCERS), before // REDUCERS % 2)\n",
             "        pass\n",
@@ -133,7 +136,7 @@ def test_one_pass_kernel_gives_the_same_bits_whichever_warps_are_slow(naps):
     ],
 )  # fmt: skip
 def test_missing_waits_of_the_one_pass_kernel_are_detected(lines, changed, naps):
-    spec, arrays = launch_of(CASES["full"])
+    spec, arrays = launch_of(FEW_PROGRAMS)
     plan = spec.plan(HOPPER)
     right = interpret_gluon(plan, *arrays)
 
@@ -155,10 +158,10 @@ def states_of(lines):
 
 
 def test_walks_list_live_tiles_in_order_with_ranks():
-    # Queries down, keys across.
+    # Rows are query tiles, columns are key tiles.
     states = states_of(["m...", "Fm..", "F.m.", "...."])
     codes, ranks = block_sparsity.walk_of(states)
-    # The first key tile: tiles 0 (masked), 1 and 2; 8 is the end; three tiles.
+    # The first key tile visits query tiles 0 (masked), 1 and 2. Code 8 marks the end, and 3 is the number of visits.
     assert codes.tolist() == [[1, 2, 4, 8, 3], [3, 3, 8, 8, 1], [5, 5, 5, 8, 1], [8, 8, 8, 8, 0]]
     live = states.T != DEAD
     assert ranks[live].tolist() == [0, 1, 1, 0, 0]
@@ -193,7 +196,7 @@ def test_each_query_tile_is_added_to_in_an_order_without_gaps(name):
         codes.reshape(-1, key_tiles, tiles + 1), ranks.reshape(-1, key_tiles, tiles), strict=True
     ):
         found = [[] for _ in range(tiles)]
-        # Programs start with the last key tile.
+        # The programs of the last key tile start first.
         for key_tile in reversed(range(key_tiles)):
             tile, visited = own_codes[key_tile, 0] >> 1, 0
             while tile < tiles:
@@ -238,7 +241,7 @@ def test_deterministic_is_passed_to_every_region():
 
 
 def flags_of(jaxpr):
-    """Return the flags of all fused regions in a program."""
+    """Return the set of `is_ordered` flags of all fused regions in a program."""
     found = set()
     for equation in jaxpr.eqns:
         if "call" in equation.params and hasattr(equation.params["call"], "region"):

@@ -112,10 +112,15 @@ class GluonWriter:
         found = {}
         for i, leaf in enumerate(self.region.leaves):
             if leaf.role in roles and (leaf.source.key is None or (i in self.pointers and not counted)):
-                lines = self.writer.lines
-                first = len(lines)
-                found[i] = self.writer.read(i)
-                lines[first:] = [line.replace("tl.", "gl.") for line in lines[first:]]
+                found[i] = self.read_leaf(i)
+        return found
+
+    def read_leaf(self, place: int) -> Value:
+        """Print the load of a leaf's tile, and return the value."""
+        lines = self.writer.lines
+        first = len(lines)
+        found = self.writer.read(place)
+        lines[first:] = [line.replace("tl.", "gl.") for line in lines[first:]]
         return found
 
     def known(self, roles: Sequence[str]) -> dict[int, Value]:

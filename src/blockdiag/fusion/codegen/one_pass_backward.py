@@ -1,7 +1,7 @@
 """Gluon source of the Hopper backward kernel that takes one pass over score tiles.
 
-The kernel is the template `triton_kernels.dense.hopper_backward`. Printed are the device functions that it calls: the
-places of tiles, scores, and the gradients of products.
+The kernel is the template `triton_kernels.dense.hopper_backward`. This module prints the device functions that the
+template calls. They locate tiles, and compute scores and the gradients of products.
 """
 
 import functools
@@ -27,7 +27,7 @@ from blockdiag.fusion.lowering.tile_program import tile_function, value_columns
 
 NAME = "fused_backward_one_pass"
 WALK = ("walk_codes", "walk_ranks")
-"""Names of the lists of query tiles that a program visits, see `runtime.block_sparsity.walk_tables`."""
+"""Names of the lists of the query tiles that a program visits, see `runtime.block_sparsity.walk_tables`."""
 _HEAD = f"""import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,21 +41,20 @@ from blockdiag.triton_kernels.dense.hopper_backward import BackwardShape, Functi
 
 
 class _Writer(GluonWriter):
-    """Writer of the device functions of a kernel."""
+    """Writer of the device functions of a one-pass kernel."""
 
     def __init__(self, plan: OnePass) -> None:
         writer = Writer(plan.region, "columns", plan.tile, (len(plan.region.leaves) - 1,), flipped=True)
         super().__init__(plan.region, writer, (plan.query, plan.key, plan.product))
         self.plan = plan
         self.places = plan.places | _gradient_places(plan)
-        # Rows of arrays [batch.., q, features] are counted, too.
-        self.is_long |= cells_of(plan.region, plan.region.batch) * plan.region.sizes["q"] >= 2**31
 
     def function(self, name: str, parameters: str, body: Callable[[], None], known: Mapping[str, str]) -> None:
         """Print a device function.
 
         Args:
-            known: expressions of names that the body may use; those that it uses are assigned first.
+            body: prints the body.
+            known: expressions by name. The names that the body uses are assigned before it.
         """
         print_function(self, f"def {name}({parameters}):")
         lines = self.writer.lines
@@ -95,11 +94,12 @@ def _gradient_places(plan: OnePass) -> dict[str, Place]:
 
 
 def _indices(labels: Sequence[str], name: str) -> dict[str, str]:
-    """Return the expressions of batch indices in a tuple."""
+    """Return the names of batch indices, each with the element of the tuple `name` that holds it."""
     return {f"i_{label}": f"{name}[{i}]" for i, label in enumerate(labels)}
 
 
 def _packed(labels: Sequence[str], otherwise: str) -> str:
+    """Return a tuple of batch indices as source text. Without labels it holds `otherwise`, as it must not be empty."""
     return f"({', '.join(f'i_{label}' for label in labels) or otherwise},)"
 
 
@@ -142,7 +142,7 @@ def _places(own: _Writer, labels: Sequence[str]) -> None:
 
 
 def _scores(own: _Writer) -> None:
-    """Print the functions of scores and of the gradients of products, with and without masks."""
+    """Print the functions of scores, with and without masks, and that of the gradients of products."""
     score, plain = own.writer.scores
     assert score is not None
     known = _indices(own.region.batch, "place") | {f"p_leaf{x}": f"arrays[{i}]" for i, x in enumerate(own.pointers)}
@@ -154,7 +154,7 @@ def _scores(own: _Writer) -> None:
 
 
 def _slope(own: _Writer, root: Node) -> Any:
-    """Return the program that computes the gradients of products, without the factor of scores."""
+    """Return the tile program of the gradients of products, without the factor of scores."""
     writer = own.writer
     function = tile_function([root], own.region.leaves, np.dtype(np.float32), flipped=True)
     shape = writer.turned(own.plan.tile.rows, own.plan.tile.columns)
@@ -174,7 +174,7 @@ def _slope(own: _Writer, root: Node) -> Any:
 def _return(own: _Writer, program: Any) -> None:
     """Print the body of a function that computes a tile program.
 
-    Only the leaves that the program reads are loaded.
+    The function loads only the leaves that the program reads.
     """
     region, emit = own.region, own.emit
     used = {id(x) for equation in program.jaxpr.eqns for x in equation.invars} | {id(x) for x in program.jaxpr.outvars}
@@ -183,7 +183,7 @@ def _return(own: _Writer, program: Any) -> None:
     count = len(region.leaves) - 1
     for i, leaf in enumerate(region.leaves[:-1]):
         is_read = id(program.jaxpr.invars[i]) in used and leaf.role in ("row", "column", "scalar")
-        tiles.append(_read(own, i) if is_read else Value("0", own.writer.tile_shape(leaf)))
+        tiles.append(own.read_leaf(i) if is_read else Value("0", own.writer.tile_shape(leaf)))
     tiles.append(Value("products", shape))
     rest = [Value(name, shape) for name in ("power", "weighed")][: len(program.jaxpr.invars) - count - 1]
     (found,) = GluonPrinter(emit, "x", own.writer.precision).run(program, [*tiles, *rest])
@@ -191,14 +191,6 @@ def _return(own: _Writer, program: Any) -> None:
     if found.shape != shape:
         name = f"{name} + gl.zeros_like(products)"
     emit(f"return {name}")
-
-
-def _read(own: _Writer, place: int) -> Value:
-    lines = own.writer.lines
-    first = len(lines)
-    found = own.writer.read(place)
-    lines[first:] = [line.replace("tl.", "gl.") for line in lines[first:]]
-    return found
 
 
 def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKernel | None:
@@ -265,9 +257,7 @@ def _entry(own: _Writer, *, is_listed: bool) -> None:
     """Print the static properties and the kernel function."""
     plan, emit = own.plan, own.emit
     factor = own.writer.factor
-    root = own.writer.scores[0] if own.writer.scores[1] is None else own.writer.scores[1]
-    assert root is not None
-    # Masks that cannot be told apart from scores touch all tiles, and so do masks when no tile is known to be dead.
+    # Masks apply to all tiles if they cannot be separated from the score, or if there are no lists of tiles.
     is_apart = own.writer.scores[1] is not None and is_listed
     masks = "none" if not plan.has_masks else "some" if is_apart else "all"
     row_tiles, key_tiles = tiles_of(plan)
@@ -281,7 +271,7 @@ def _entry(own: _Writer, *, is_listed: bool) -> None:
     emit(f"FUNCTIONS = gl.constexpr(Functions({', '.join(names)}))")
     shape = (
         plan.tile.rows, plan.tile.columns, plan.width, stages, buffers, row_tiles, key_tiles, others, masks, is_listed,
-        factor * LOG2_E, factor, root.leaf is plan.product, own.region.is_ordered,
+        factor * LOG2_E, factor, plan.is_bare, own.region.is_ordered,
     )  # fmt: skip
     emit(f"SHAPE = gl.constexpr(BackwardShape({', '.join(map(repr, shape))}))")
     emit()

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from blockdiag.fusion.ir.layout import Layout, flat_stride, layout_of, shape_of
-from blockdiag.fusion.ir.tree import Leaf, Region
+from blockdiag.fusion.ir.tree import Leaf, Region, Source, nodes_of, with_node
 from blockdiag.fusion.lowering.tile_program import value_columns
 
 ROWS = 128
@@ -32,6 +32,37 @@ class Place:
     rows: dict[str, int]
     columns: dict[str, int]
     first: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class OfProduct:
+    """A region whose scores are a function of one product of queries and keys.
+
+    Attributes:
+        region: the region, with a leaf in place of the product.
+        product: this leaf.
+        query, key: the factors of the product.
+    """
+
+    region: Region
+    product: Leaf
+    query: Leaf
+    key: Leaf
+
+
+def of_product(region: Region) -> OfProduct | None:
+    """Return a region with a leaf in place of its only product; None if scores have none, several or other sums."""
+    products = [node for node in nodes_of(region.score) if node.kind in ("product", "sum")]
+    if len(products) != 1 or products[0].kind == "sum":
+        return None
+    query, key = (x.leaf for x in products[0].inputs)
+    if query is None or key is None:
+        return None
+    assert region.score is not None
+    shape = (region.sizes["q"], region.sizes["k"])
+    product = Leaf(Source("product", shape, np.dtype(np.float32)), (("q",), ("k",)), "score", (), is_constant=True)
+    score = with_node(region.score, products[0], product)
+    return OfProduct(replace(region, score=score, leaves=(*region.leaves, product)), product, query, key)
 
 
 def places_of(region: Region, query: Leaf, key: Leaf, **others: tuple[Any, ...]) -> dict[str, Place] | None:

@@ -1,22 +1,21 @@
 """One-pass schedule for Hopper: the gradients of queries, keys and values in one pass over score tiles.
 
-It applies to a softmax of a function of one product, of per-query and of per-key numbers, where only queries, keys and
-values have gradients. Biases of queries by keys are excluded, because the copy engine must move all operands of a tile.
+It applies to a softmax whose scores are a function of one product, per-query numbers and per-key numbers. Only queries,
+keys and values may have gradients. Bias arrays of queries by keys, or of q - k, are excluded: the kernel loads tiles of
+queries, keys, values and cotangents alone.
 """
 
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from blockdiag.fusion.ir.factors import factored, unmasked
+from blockdiag.fusion.ir.factors import scores_of, unmasked
 from blockdiag.fusion.ir.tile import Tile
-from blockdiag.fusion.ir.tree import Leaf, Region, Source, nodes_of, with_node
-from blockdiag.fusion.lowering.hopper import Place, count_of, is_narrow, places_of
+from blockdiag.fusion.ir.tree import Leaf, Region
+from blockdiag.fusion.lowering.hopper import OfProduct, Place, count_of, is_narrow, of_product, places_of
 from blockdiag.fusion.lowering.tile_program import value_columns, value_labels
 
-# Tiles by features: for scores that are products, and for other functions of these, which need more registers. With 64
-# features, products of more queries need less shared memory bandwidth.
+# Tiles by features: the first if scores without masks are products, the second for other functions of products, which
+# need more registers. With 64 features, tiles of more queries need less shared memory bandwidth.
 _TILES = {
     64: (Tile(128, 128), Tile(64, 128)),
     128: (Tile(64, 128), Tile(64, 128)),
@@ -24,37 +23,33 @@ _TILES = {
 }
 
 
-# With fewer programs, those of the first keys, which are the longest under a causal mask, would end long after the
-# others. Queries that share keys then have programs of their own. Each of these writes 16-bit gradients.
+# Query heads that share keys share programs if there are at least this many: 8 for each of 132 multiprocessors. With
+# fewer, the programs of the first keys, which are the longest under a causal mask, would end long after the others.
+# Each query head then has programs of its own, which write partial gradients of keys and values in 16 bits.
 _FEWEST_PROGRAMS = 8 * 132
 
 
 @dataclass(frozen=True, eq=False)
-class OnePass:
+class OnePass(OfProduct):
     """One-pass schedule of a region.
 
     Attributes:
-        region: the region, with a leaf in place of the product.
-        product: this leaf.
-        query, key: the factors of the product.
         places: the matrix views of "query", "key", "value" and "output"; gradients have the same.
         width: the features of queries, keys and values.
         tile: the tile of queries and keys.
-        own, others: the batch labels of programs, and those that each program goes through.
-        is_shared: whether programs with the same keys write gradients of their own, which are summed later.
+        own, others: the batch labels that select a program, and those that each program loops over.
+        is_shared: whether several programs have the same keys; their partial gradients are summed later.
+        is_bare: whether scores without masks are the product, up to a factor.
         has_masks: whether anything masks scores.
     """
 
-    region: Region
-    product: Leaf
-    query: Leaf
-    key: Leaf
     places: dict[str, Place]
     width: int
     tile: Tile
     own: tuple[str, ...]
     others: tuple[str, ...]
     is_shared: bool
+    is_bare: bool
     has_masks: bool
 
 
@@ -64,14 +59,10 @@ def one_pass(region: Region) -> OnePass | None:
     Args:
         region: an arranged region.
     """
-    if region.score is None or region.weight is not None:
+    found = None if region.weight is not None else of_product(region)
+    if found is None or any(leaf.role in ("score", "distance") for leaf in region.leaves):
         return None
-    products = [node for node in nodes_of(region.score) if node.kind in ("product", "sum")]
-    if len(products) != 1 or products[0].kind == "sum":
-        return None
-    query, key = (x.leaf for x in products[0].inputs)
-    if query is None or key is None or any(leaf.role in ("score", "distance") for leaf in region.leaves):
-        return None
+    query, key = found.query, found.key
     width = count_of(region, query.features)
     if (
         width not in _TILES
@@ -79,29 +70,39 @@ def one_pass(region: Region) -> OnePass | None:
         or not _has_gradients(region, query, key)
     ):
         return None
-    is_bare = factored(unmasked(region.score)[0])[0] is products[0]
+    # The score without masks, if these can be separated.
+    score, plain = scores_of(found.region)[0]
+    root = score if plain is None else plain
+    is_bare = root is not None and root.leaf is found.product
     tile = _TILES[width][not is_bare]
     is_tiled = region.sizes["q"] % tile.rows == 0 and region.sizes["k"] % tile.columns == 0
     places = places_of(region, query, key)
     if not is_tiled or places is None or not is_narrow(replace(region, dtype=region.value.dtype), query, key):
         return None
-    shape = (region.sizes["q"], region.sizes["k"])
-    product = Leaf(Source("product", shape, np.dtype(np.float32)), (("q",), ("k",)), "score", (), is_constant=True)
-    score = with_node(region.score, products[0], product)
-    inner = replace(region, score=score, leaves=(*region.leaves, product))
     own = tuple(label for label in region.batch if label in key.labels)
     others = tuple(label for label in region.batch if label not in own)
     programs = region.sizes["k"] // tile.columns * count_of(region, own)
     is_shared = bool(others) and programs < _FEWEST_PROGRAMS
     own, others = (region.batch, ()) if is_shared else (own, others)
-    has_masks = bool(unmasked(region.score)[1])
-    return OnePass(inner, product, query, key, places, width, tile, own, others, is_shared, has_masks)
+    has_masks = region.score is not None and bool(unmasked(region.score)[1])
+    return OnePass(
+        **vars(found),
+        places=places,
+        width=width,
+        tile=tile,
+        own=own,
+        others=others,
+        is_shared=is_shared,
+        is_bare=is_bare,
+        has_masks=has_masks,
+    )
 
 
 def _has_gradients(region: Region, query: Leaf, key: Leaf) -> bool:
     """Return whether the kernel can write all gradients that the region has.
 
-    Queries must have all batch axes, keys and values the same ones, and the gradients of these the dtype of the arrays.
+    Queries must have all batch axes, and keys must have the same batch axes as values. The gradients of keys and values
+    must have the dtypes of the arrays.
     """
     with_gradient = [leaf for leaf in region.leaves if leaf.has_gradient]
     labels, of_values = set(key.labels), set(value_labels(region))
@@ -118,12 +119,14 @@ def _has_gradients(region: Region, query: Leaf, key: Leaf) -> bool:
     )
 
 
-# The fewest queries that must see a key, at most, by features. With fewer, plain kernels are as fast, and need
-# no float32 array: with a window of 256 they take 20% to 30% less time on an H200.
+# One pass is used if some key tile is seen by at least this many queries, by features. With fewer, plain kernels are as
+# fast or faster, and need no float32 array: with a window of 256 they take 20% to 30% less time on an H200.
 _FEWEST_SEEN = {64: 1024, 128: 1024, 256: 256}
-# The same without masks: all programs then reach a query tile at the same time, and wait for their turns.
+# The thresholds if no tile is known to be dead: all programs reach a query tile at the same time, and wait for their
+# turns.
 _FEWEST_WITHOUT_MASKS = {64: 8192, 128: 4096, 256: 256}
-# The same for masks that depend on arrays, which may hide most keys: documents of 340 tokens are 20% slower.
+# The thresholds, in queries of the call, for masks that depend on arrays. They may hide most keys: for documents of 340
+# tokens, one pass is 20% slower.
 _FEWEST_UNKNOWN = {64: 8192, 128: 8192, 256: 1024}
 
 
@@ -131,7 +134,7 @@ def is_fast(plan: OnePass, most: int | None, *, is_listed: bool) -> bool:
     """Return whether one pass is faster than plain kernels.
 
     Args:
-        most: the most query tiles that see a tile of keys; None if that depends on arrays.
+        most: the largest number of query tiles that see a key tile; None if it depends on arrays.
         is_listed: whether some tiles are known to be dead.
     """
     if most is None:
@@ -140,7 +143,7 @@ def is_fast(plan: OnePass, most: int | None, *, is_listed: bool) -> bool:
 
 
 def slots_of(plan: OnePass) -> tuple[int, int]:
-    """Return the slots for queries, as many as for cotangents, and the buffers for gradients of queries."""
+    """Return the numbers of slots in each ring (queries, cotangents) and of buffers for gradients of queries."""
     return (1, 1) if plan.width == 256 else (2, 2)
 
 

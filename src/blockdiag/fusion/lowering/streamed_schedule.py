@@ -13,8 +13,17 @@ import numpy as np
 from blockdiag.fusion.analysis.tile_lists import Lists
 from blockdiag.fusion.ir.factors import factored, has_keys, scores_of
 from blockdiag.fusion.ir.tile import Tile
-from blockdiag.fusion.ir.tree import Leaf, Region, Source, leaves_of, nodes_of, with_node
-from blockdiag.fusion.lowering.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
+from blockdiag.fusion.ir.tree import Region, leaves_of
+from blockdiag.fusion.lowering.hopper import (
+    ROWS,
+    SHARED_BYTES,
+    OfProduct,
+    Place,
+    count_of,
+    is_narrow,
+    of_product,
+    places_of,
+)
 from blockdiag.fusion.lowering.tile_program import value_columns
 
 # The fewest keys, by features of a query and columns of a value. With fewer keys or other widths, plain kernels are as
@@ -24,13 +33,10 @@ _MOST_SLOTS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Streamed:
+class Streamed(OfProduct):
     """Streamed schedule of a region.
 
     Attributes:
-        region: the region, with a leaf in place of the product.
-        product: this leaf.
-        query, key: the factors of the product.
         places: the matrix views of "query", "key", "value" and "output".
         features, columns: the head dimensions of queries and of values.
         chunk: the keys per slot.
@@ -38,10 +44,6 @@ class Streamed:
         lists: the lists of live tiles, whose columns are chunks; None: all tiles are visited.
     """
 
-    region: Region
-    product: Leaf
-    query: Leaf
-    key: Leaf
     places: dict[str, Place]
     features: int
     columns: int
@@ -70,14 +72,10 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
         region: an arranged region.
         tile: the tile size of `lists`.
     """
-    if region.score is None or region.extras or (region.weight is not None and has_keys(region.weight)):
+    found = None if region.extras or (region.weight is not None and has_keys(region.weight)) else of_product(region)
+    if found is None or found.region.score is None:
         return None
-    products = [node for node in nodes_of(region.score) if node.kind in ("product", "sum")]
-    if len(products) != 1 or products[0].kind == "sum":
-        return None
-    query, key = (x.leaf for x in products[0].inputs)
-    if query is None or key is None:
-        return None
+    query, key = found.query, found.key
     features, columns = count_of(region, query.features), count_of(region, value_columns(region))
     # Registers hold the scores of a chunk beside the accumulated results.
     chunk = tile.columns if lists is not None else 128 if columns <= 128 else 64
@@ -91,16 +89,14 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     if not is_tiled or not is_long or not has_narrow_operands or not is_stored:
         return None
     # Products over few features hide only the exponentials: with ALiBi or a soft cap, plain kernels are as fast.
-    is_bare = lists is None and factored(region.score)[0] is products[0]
+    is_bare = lists is None and factored(found.region.score)[0].leaf is found.product
     places = places_of(region, query, key)
     if places is None or not _is_at_hand(region, lists) or (features < 128 and not is_bare):
         return None
-    shape = (region.sizes["q"], keys)
-    product = Leaf(Source("product", shape, np.dtype(np.float32)), (("q",), ("k",)), "score", (), is_constant=True)
-    score = with_node(region.score, products[0], product)
-    inner = replace(region, score=score, leaves=(*region.leaves, product))
     slots = _slots(features, columns, chunk, has_exit=features != columns and not _is_wide(region))
-    return Streamed(inner, product, query, key, places, features, columns, chunk, slots, lists)
+    return Streamed(
+        **vars(found), places=places, features=features, columns=columns, chunk=chunk, slots=slots, lists=lists
+    )
 
 
 def own_tile(region: Region, tile: Tile) -> Tile | None:

@@ -99,9 +99,10 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     return Live(Lists(masks.labels, has_full, tuple(table.form for table in tables.values())), made)
 
 
-# The most tiles whose states one-pass kernels take, as int32 numbers on the device: 64 MB each of codes and ranks.
+# The most tiles that are listed for one-pass kernels. Codes and ranks are int32, so each array takes at most 64 MB.
 _MOST_WALKED = 1 << 24
-# Up to this many, the tables of known masks are constants of the program; beyond, they are computed from states.
+# Up to this many tiles, the tables of known masks are constants of the program. For more tiles, the program computes
+# them from states.
 _MOST_CONSTANT = 1 << 18
 
 
@@ -116,10 +117,12 @@ class Walks:
 
     | name | shape | content |
     |---|---|---|
-    | walk_codes | [labels.., tk, tq + 1] | a code for each query tile, and last the number of live tiles |
+    | walk_codes | [labels.., tk, tq + 1] | a code for each query tile, then the number of live tiles |
     | walk_ranks | [labels.., tk, tq] | for each live query tile, the number of later key tiles that are live for it |
 
-    A code is twice the next live tile at or after the query tile, plus 1 if masks touch that tile.
+    A code is twice the next live tile at or after the query tile, plus 1 if masks touch that tile. After the last live
+    tile it is twice the number of query tiles. Programs start with the last key tile, so a rank is the number of
+    programs that add to a query tile earlier.
     """
 
     labels: tuple[str, ...]
@@ -128,7 +131,7 @@ class Walks:
 
 
 def walk_labels(region: Region, tile: Tile) -> tuple[str, ...] | None:
-    """Return the batch labels along which `walk_tables` differ; None if it returns None.
+    """Return the batch labels along which the lists of `walk_tables` differ, None if it returns None.
 
     Raises:
         OverflowError: the tables would have too many elements.
@@ -144,7 +147,7 @@ def walk_labels(region: Region, tile: Tile) -> tuple[str, ...] | None:
 
 
 def most_visits(region: Region, tile: Tile) -> int | None:
-    """Return the most query tiles that see a tile of keys; None if masks depend on arrays."""
+    """Return the largest number of query tiles that see a key tile, None if masks depend on arrays."""
     masks = region.once(_masks, tile)
     found = None if masks is None or not masks.is_known else region.once(_known_tables, tile)
     if masks is not None and not masks.is_known:
@@ -170,6 +173,7 @@ def walk_tables(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Walks 
         found = region.once(_known_states, tile).reshape(shape)
         share = float((found != DEAD).mean())
         if found.size > _MOST_CONSTANT:
+            # Otherwise XLA would compute the tables at compile time.
             found = jax.lax.optimization_barrier(jnp.asarray(found))
     else:
         states = mask_states(region, tile, arrays)
@@ -190,7 +194,7 @@ def _known_states(region: Region, tile: Tile) -> np.ndarray:
 
 
 def walk_of(states: Any) -> tuple[Any, Any]:
-    """Return codes and ranks of states [.., query tiles, key tiles], see `Walks`; NumPy arrays for a NumPy array."""
+    """Return the codes and ranks of `Walks` for states [.., query tiles, key tiles]; NumPy in, NumPy out."""
     xp = np if isinstance(states, np.ndarray) else jnp
     states = xp.swapaxes(states, -1, -2)
     is_live, tiles = states != DEAD, states.shape[-1]

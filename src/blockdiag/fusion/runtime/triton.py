@@ -378,7 +378,7 @@ def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
 
 
 def own_forward_kernel(region: Region, arrays: Mapping[str, Any]) -> Kernel | None:
-    """Return the kernel of the forward pass that only Hopper launches, None if it launches `forward_kernel`.
+    """Return the forward kernel that only Hopper launches, None if Hopper launches the result of `forward_kernel`.
 
     Args:
         region: an arranged region.
@@ -462,7 +462,7 @@ def joint_kernel(region: Region) -> Kernel | None:
 
 
 def leading_one_pass(region: Region, arrays: Mapping[str, Any]) -> Kernel | None:
-    """Return the kernel that computes the gradients of queries, keys and values on Hopper, None if it does not apply.
+    """Return the one-pass kernel of Hopper for the gradients of queries, keys and values, None if it is not used.
 
     Args:
         region: an arranged region.
@@ -473,6 +473,7 @@ def leading_one_pass(region: Region, arrays: Mapping[str, Any]) -> Kernel | None
         return None
     walks = walk_tables(region, plan.tile, arrays)
     live, share = ({}, 1.0) if walks is None else (walks.arrays, walks.share)
+    # One pass has five products, the kernel by columns four.
     flops = _flops(region, "columns", plan.tile, None) * 1.25 * share
     return Kernel(kernel.source, plan.tile, kernel.num_warps, 1, (0, 0), live, kernel, flops)
 
@@ -488,7 +489,7 @@ def _one_pass_kernel(region: Region) -> HopperKernel | None:
             return None
         return region.once(one_pass_kernel, labels)
     except (NotPrintable, OverflowError):
-        # Gluon lacks some operations that Triton has, and very long sequences have too many tiles.
+        # Gluon lacks some operations that Triton has. Very long sequences have too many tiles to list.
         return None
 
 
@@ -503,11 +504,14 @@ def has_leading_kernel(region: Region, *, has_sum: bool) -> bool:
 
 
 def hopper_kernels(region: Region, arrays: Mapping[str, Any], *, has_sum: bool) -> list[Kernel] | None:
-    """Return the kernels of a backward pass on Hopper; the first replaces several others. None if there is no such.
+    """Return the kernels of a backward pass on Hopper, None if it has no kernel that replaces several others.
+
+    The first kernel is the one that replaces others.
 
     Args:
         region, arrays: as for `backward_kernels`.
-        has_sum: whether the log-sum-exp has a cotangent. The joint kernel computes delta itself, without it.
+        has_sum: whether the log-sum-exp has a cotangent. The joint kernel then does not apply: it computes delta
+            itself, without that cotangent.
     """
     leading = None if has_sum else joint_kernel(region)
     leading = leading_one_pass(region, arrays) if leading is None else leading

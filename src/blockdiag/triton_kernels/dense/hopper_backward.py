@@ -2,30 +2,34 @@
 
 A program has a tile of 128 keys, or of 64 with 256 features, and visits the query tiles that see it. Each visit takes
 five products: scores and gradients of weights, both [keys, queries], and a part of each of the three gradients. Two
-separate passes, one for queries and one for keys, would take seven.
+separate passes, one for queries and one for keys, would take seven. A line is the sequence at one combination of batch
+indices.
 
 | warps | function | work |
 |---|---|---|
-| 8 | `compute` | products, and the gradients of keys and values in registers |
-| 1 | `load` | queries, their cotangents, log-sum-exps and deltas, through a ring of slots |
-| 3 | `reduce` | add the parts of the queries' gradients to a float32 array, each every third tile |
+| 8 | `compute` | compute all products, and keep the gradients of keys and values in registers |
+| 1 | `load` | load queries, cotangents of outputs, log-sum-exps and deltas into a ring of slots |
+| 3 | `reduce` | add the parts of the queries' gradients to a float32 array; each warp adds every third tile |
 
 Tiles of the queries' gradients are summed in a fixed order, so results are repeatable: a program adds its part once all
 programs before it have added theirs. It waits only for programs with lower indices. GPUs start programs in the order of
-their indices, although CUDA does not promise it; otherwise a program could wait for one that never starts. With masks
-the last key tiles come first, since under a causal mask they reach a query tile first.
+their indices, although CUDA does not promise it. In another order, a program could wait for one that never starts.
+If query tiles are listed, the last key tiles come first: under a causal mask they are the first to reach a query tile.
 
-The method is that of FlashAttention-3 (Shah et al., 2024). The caller passes `functions`, generated for a region:
+The method is that of FlashAttention-3 (Shah et al., 2024). The caller passes `FUNCTIONS`, generated for a region:
 
 | function | returns |
 |---|---|
 | own_place(cell) | the batch indices of a program, from a flat index |
-| place(own, other) | all batch indices; `other` counts those that a program goes through |
+| place(own, other) | all batch indices; `other` is a flat index of the lines that a program loops over |
 | query_at, key_at, ... (place, first) | the row and the column of an array's tile that starts at `first` |
-| row_at(place) | the first element of the line in arrays [batch.., queries] |
-| line_at(place) | the index of the lists of tiles |
+| row_at(place) | the offset of the line's first element in arrays [batch.., queries] |
+| line_at(place) | the index of the line's lists of query tiles |
 | score, plain_score (arrays, place, r_q, r_k, products) | scores, with masks and without, divided by the factor |
-| slope(arrays, place, r_q, r_k, products, power, weighed) | gradients of the products where nothing is masked |
+| slope(arrays, place, r_q, r_k, products, power, weighed) | gradients of the products, divided by the factor |
+
+`products` are those of queries and keys, `power` the softmax weights, and `weighed` the gradients of weights
+minus delta. `slope` leaves out the same masks as `plain_score`.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -51,18 +55,19 @@ from blockdiag.triton_kernels.parts.reductions import add_rows
 
 REDUCERS = gl.constexpr(3)
 WARPS = gl.constexpr(8)
-# Numbers that a reducing warp adds at once.
+# The numbers that a reducing warp adds at once.
 PART_NUMBERS = gl.constexpr(1024)
-# The fewest registers, so that each of the computing threads gets 240. With 232, products would be serialised.
+# The fewest registers per thread that hardware allows, so that each computing thread gets 240. With 232, the compiler
+# would serialise products.
 FEW_REGISTERS = gl.constexpr(24)
 LOG2_E = gl.constexpr(1.4426950408889634)
-# A loop counter shifted by this is 0.
+# A loop counter shifted right by this many bits is 0.
 _FAR = gl.constexpr(28)
 
 
 @dataclass(frozen=True)
 class Functions:
-    """Generated device functions, see the table of this module."""
+    """Generated device functions; the module's docstring describes them."""
 
     own_place: Any
     place: Any
@@ -85,15 +90,15 @@ class BackwardShape:
 
     Attributes:
         rows, keys, width: queries and keys per tile, and features of queries, keys and values.
-        stages: slots for queries, and for their cotangents.
+        stages: slots of the ring of queries, and of the ring of cotangents.
         buffers: buffers for parts of the queries' gradients.
         query_tiles, key_tiles: tiles per line.
-        others: how many lines of queries a program goes through, one after the other.
-        masks: "none", "all" or "some": the tiles that masks touch.
-        is_listed: whether programs read which query tiles see their keys; otherwise all do.
-        unit: the factor that converts scores to exponents of 2.
-        factor: the factor of scores.
-        is_bare: whether a score without masks is the product of a query and a key.
+        others: the number of lines of queries that a program loops over.
+        masks: which of the visited tiles masks touch: "none", "all" or "some".
+        is_listed: whether programs read from lists which query tiles see their keys; otherwise all do.
+        unit: `factor` times log2(e), which converts results of `score` to exponents of 2.
+        factor: the positive factor of scores that `score` and `plain_score` leave out.
+        is_bare: whether `plain_score` returns the products unchanged.
         is_ordered: whether the queries' gradients are summed in a fixed order.
     """
 
@@ -138,9 +143,9 @@ class Walk(NamedTuple):
     """The query tiles that a program visits.
 
     Attributes:
-        codes: for each query tile, twice the next tile at or after it, plus 1 if masks touch that tile.
+        codes: for each query tile, twice the next live tile at or after it, plus 1 if masks touch that tile.
         ranks: for each query tile, the number of programs that add to it before this one.
-        count: the number of tiles.
+        count: the number of tiles to visit.
         key_tile: the program's key tile.
     """
 
@@ -152,11 +157,14 @@ class Walk(NamedTuple):
 
 @gluon.jit
 def layouts(SHAPE: gl.constexpr):
-    """Return zeros in the layouts of scores, and of the gradients of keys and of queries.
+    """Return zeros in the layouts of scores, of the gradients of keys, and of the gradients of queries.
 
-    With up to 128 features, each of the two groups of warps has half of the keys, or, for the gradient of queries, half
-    of the queries or of the features. With 256, each has half of the queries of scores, and half of the features of all
-    gradients.
+    The table shows which half of a tile each of the two warp groups has.
+
+    | features | scores | gradients of keys and values | gradients of queries |
+    |---|---|---|---|
+    | 64, 128 | keys | keys | queries if there are 128, else features |
+    | 256 | queries | features | features |
     """
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
@@ -180,7 +188,7 @@ def layouts(SHAPE: gl.constexpr):
 
 @gluon.jit
 def start_products(left, right, b_start, b_zero):
-    """Start the products of keys or values with a tile of queries or cotangents, on top of one number per query."""
+    """Start the products of keys or values with a tile of queries or cotangents; add a number per query to them."""
     b_start, _b_zero = gl.broadcast(gl.expand_dims(b_start, 0), b_zero)
     return warpgroup_mma(left, right.permute((1, 0)), b_start, is_async=True)
 
@@ -188,7 +196,7 @@ def start_products(left, right, b_start, b_zero):
 @gluon.jit
 def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTIONS: gl.constexpr,
           SHAPE: gl.constexpr):
-    """Compute on one query tile; return the sums of the gradients of keys and values."""
+    """Process one query tile: send its part of the queries' gradients, return the sums of those of keys and values."""
     STAGES: gl.constexpr = SHAPE.stages
     BUFFERS: gl.constexpr = SHAPE.buffers
     b_zero, _b_keys, b_none = layouts(SHAPE)
@@ -196,8 +204,8 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
     A: gl.constexpr = b_dk.type.layout
     dtype: gl.constexpr = memory.key.dtype
     stage = number % STAGES
-    # Zero, which the compiler does not know. It would compute all addresses of operands before the loop and keep them
-    # in registers.
+    # This is 0, but the compiler does not know it. With a constant it would compute all addresses of operands before
+    # the loop and keep them in registers.
     zero = number >> _FAR
     key = memory.key.index(zero)
     slope = memory.slope.index(zero)
@@ -228,7 +236,7 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
     else:
         b_power = gl.exp2(b_score * SHAPE.unit - gl.expand_dims(b_base, 0))
     if SHAPE.width == 256:
-        # Both groups need the weights of all queries.
+        # Each warp group computed the weights of half of the queries, and needs those of all.
         weights = memory.weights.index(zero)
         weights.store(b_power.to(dtype))
         fence_async_shared()
@@ -240,13 +248,13 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
     b_weighed = warpgroup_mma_wait(1, deps=[b_weighed])
     b_slope = FUNCTIONS.slope(arrays, place, r_q, r_k, b_products, b_power, b_weighed)
     if SHAPE.masks != "none":
-        # Where a mask removes a score, the values may be NaN.
+        # The values of keys that a mask hides may be NaN, which must not reach the gradients.
         b_slope = gl.where(b_power == 0.0, 0.0, b_slope)
     b_slope = b_slope.to(dtype)
     slope.store(b_slope)
     fence_async_shared()
     if SHAPE.width == 256:
-        # There is one slot for queries and one for cotangents: each is freed as soon as possible.
+        # Queries and cotangents have one slot each, which is freed as soon as possible.
         b_dv = warpgroup_mma_wait(0, deps=[b_dv])
         thread_barrier()
         mbarrier.arrive(memory.cotangent_empty.index(stage), count=1)
@@ -260,7 +268,7 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
         thread_barrier()
     else:
         thread_barrier()
-        # The gradient of queries first: it leaves while that of keys is computed.
+        # The gradient of queries is computed first: it is sent while that of keys is computed.
         b_dq = warpgroup_mma(slope.permute((1, 0)), key, b_none, use_acc=False, is_async=True)
         b_dk = warpgroup_mma(gl.convert_layout(b_slope, gl.DotOperandLayout(0, A, 2)), query, b_dk, is_async=True)
         b_dv, b_dq = warpgroup_mma_wait(1, deps=[b_dv, b_dq])
@@ -275,7 +283,7 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
 
 @gluon.jit
 def send_part(memory, b_dq, number, BUFFERS: gl.constexpr):
-    """Write a tile of the queries' gradients to its buffer, once the tile before has left."""
+    """Write a tile of the queries' gradients to its buffer, once the buffer's previous tile has been added."""
     before = number - BUFFERS
     if before >= 0:
         mbarrier.wait(memory.part_empty.index(before % REDUCERS), before // REDUCERS % 2)
@@ -316,7 +324,7 @@ def compute(memory, arrays, key_gradient, value_gradient, own, walk, FUNCTIONS: 
 
 @gluon.jit
 def first_code(walk, SHAPE: gl.constexpr):
-    """Return the code of the first query tile."""
+    """Return the code of query tile 0, from which `next_tile` derives the first tile of the walk."""
     if SHAPE.is_listed:
         return gl.load(walk.codes)
     else:
@@ -325,7 +333,7 @@ def first_code(walk, SHAPE: gl.constexpr):
 
 @gluon.jit
 def next_tile(walk, at, code, SHAPE: gl.constexpr):
-    """Return the tile at a place of the walk, whether masks touch it, and the next code, which is loaded early."""
+    """Return tile number `at` of the walk, whether masks touch it, and the next code, which is loaded early."""
     if SHAPE.is_listed:
         tile = code >> 1
         is_masked = code & 1
@@ -339,7 +347,7 @@ def next_tile(walk, at, code, SHAPE: gl.constexpr):
 @gluon.jit
 def load(memory, query, key, value, cotangent, p_log_sum, p_delta, own, walk, FUNCTIONS: gl.constexpr,
          SHAPE: gl.constexpr):
-    """Load the program's keys and values, and fill the ring with query tiles."""
+    """Load the program's keys and values, and fill the rings with tiles of queries and cotangents."""
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
@@ -365,7 +373,7 @@ def load(memory, query, key, value, cotangent, p_log_sum, p_delta, own, walk, FU
             row, column = FUNCTIONS.query_at(place, tile * M)
             tma_load(query, [row, column], memory.query_full.index(stage), memory.query.index(stage))
             load_async(memory.log_sum.index(stage), p_log_sum + (first + tile * M) + o_row)
-            # The copies of the threads arrive at the barrier when they complete.
+            # Each thread arrives at the barrier when its copies are complete.
             async_copy.mbarrier_arrive(memory.query_full.index(stage), increment_count=False)
             mbarrier.wait(memory.cotangent_empty.index(stage), number // STAGES % 2 ^ 1)
             mbarrier.expect(memory.cotangent_full.index(stage), M * BYTES)
@@ -379,11 +387,11 @@ def load(memory, query, key, value, cotangent, p_log_sum, p_delta, own, walk, FU
 @gluon.jit
 def reduce(memory, p_query_gradient, p_turns, own, walk, OWN: gl.constexpr, FUNCTIONS: gl.constexpr,
            SHAPE: gl.constexpr):
-    """Add every third tile of the queries' gradients, from tile OWN on, to the float32 sums."""
+    """Add every third tile of the queries' gradients, starting with tile OWN, to the float32 sums."""
     M: gl.constexpr = SHAPE.rows
     WIDTH: gl.constexpr = SHAPE.width
     BUFFERS: gl.constexpr = SHAPE.buffers
-    # The lanes of a warp have up to 128 consecutive numbers of a row.
+    # The lanes of a warp hold up to 128 consecutive numbers of a row.
     LANES: gl.constexpr = 32 if WIDTH >= 128 else WIDTH // 4
     PART: gl.constexpr = PART_NUMBERS // WIDTH
     LINES: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [1, 1], [1, 0])
@@ -408,13 +416,13 @@ def reduce(memory, p_query_gradient, p_turns, own, walk, OWN: gl.constexpr, FUNC
                 part = memory.part.index(number % BUFFERS)
                 lines = reinterpret(part, gl.float32, [M // PART, PART, WIDTH], part.layout)
                 p_tile = p_query_gradient + (first + tile * M).to(gl.int64) * WIDTH
-                # Unrolled, all addresses would be computed before the loop over tiles.
+                # If this loop were unrolled, the compiler would compute all addresses before the loop over tiles.
                 for i in range(M // PART):
                     add_rows(p_tile, o_row * WIDTH + o_column + i * (PART * WIDTH), lines.index(i).load(LINES))
                 thread_barrier()
                 mbarrier.arrive(memory.part_empty.index(OWN), count=1)
                 if SHAPE.is_ordered:
-                    # Releases the additions of all threads, which the barrier has ordered before.
+                    # This releases the additions of all threads: the barrier orders them before it.
                     gl.atomic_add(p_turn, 1, sem="release")
             number += 1
 
@@ -424,8 +432,8 @@ def one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient
                       p_delta, p_query_gradient, p_turns, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Compute the gradients of one tile of keys and values, and add to those of the queries that see it.
 
-    `arrays` are the pointers that the generated functions read. `p_turns` counts the programs that have added to each
-    query tile.
+    `arrays` are pointers to the arrays that the generated functions read. `p_turns` counts the programs that have added
+    to each query tile.
     """
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
@@ -434,7 +442,7 @@ def one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient
     BUFFERS: gl.constexpr = SHAPE.buffers
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SLOPES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    # Groups of eight numbers alternate, so that the fragments of four rows are in different banks.
+    # Groups of eight numbers are swizzled, so that the fragments of four rows are in different banks.
     PARTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     key_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, WIDTH], key.layout)
     value_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, WIDTH], value.layout)
@@ -447,7 +455,7 @@ def one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient
     weights_smem = slope_smem
     if WIDTH == 256:
         weights_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, M], SLOPES)
-    # The threads of the loading warp arrive at a full slot, too.
+    # A full slot has 33 arrivals: one announces the bytes, the others are those of the threads of the loading warp.
     memory = Memory(key_smem, value_smem, query_ring, cotangent_ring, log_sum_ring, delta_ring, slope_smem, part_smem,
                     weights_smem, make_barriers(1, 1), make_barriers(STAGES, 33), make_barriers(STAGES, 1),
                     make_barriers(STAGES, 33), make_barriers(STAGES, 1), make_barriers(REDUCERS, 1),

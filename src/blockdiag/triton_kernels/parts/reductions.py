@@ -8,11 +8,11 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def add_rows(p_first, o_tile, b_tile):
-    """Add a float32 tile to numbers in global memory, four at a time.
+    """Add a float32 tile atomically to an array in global memory, four numbers at a time.
 
-    `p_first` is a pointer, `o_tile` the offsets, int32; each thread has groups of four consecutive elements. The order
-    of additions by several programs is their own concern. Gluon has no reduction of vectors, and `atomic_add` would
-    return the old numbers one by one.
+    `p_first` is a pointer, and `o_tile` are int32 offsets from it. Each thread must have groups of four consecutive
+    elements. Callers that need a fixed order of additions must enforce it themselves. Inline PTX is needed because
+    Gluon has no reduction of vectors, and `atomic_add` would return the old numbers one by one.
     """
     o_tile, b_tile = gl.broadcast(o_tile, b_tile)
     gl.inline_asm_elementwise(
