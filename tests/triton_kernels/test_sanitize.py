@@ -19,7 +19,10 @@ from tests.gpu_scripts.sanitize_known import DROPPED, KNOWN, explain, lines_in, 
 
 # Only torch launches these kernels, in packed calls and gradients of `fuse`. Its families cannot be traced.
 OF_TORCH = {"tile_table", "fused_delta"}
+# Templates, which generated kernels call.
+TEMPLATES = {"one_pass_backward"}
 GENERATED = {
+    "fused_backward_one_pass",
     "fused_columns",
     "fused_columns_resident",
     "fused_diagonals",
@@ -35,7 +38,7 @@ GENERATED = {
 TRACED = [
     name for name, family in FAMILIES.items() if family.framework == "jax" and name != "pallas" and "fuse" not in name
 ]
-TRACED += ["fuse_distances", "fuse_resident_1", "fuse_streamed_1"]
+TRACED += ["fuse_distances", "fuse_resident_1", "fuse_streamed_1", "fuse_one_pass"]
 
 
 def written_kernels():
@@ -44,13 +47,14 @@ def written_kernels():
     for module in pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}."):
         loaded = importlib.import_module(module.name)
         own = {name: x for name, x in vars(loaded).items() if isinstance(x, triton.JITFunction)}
-        functions |= {name: x for name, x in own.items() if x.fn.__module__ == loaded.__name__}
+        functions |= {(module.name, name): x for name, x in own.items() if x.fn.__module__ == loaded.__name__}
     # Partitions of a warp-specialised kernel are named in tuples. Other functions are called.
     uses = " ".join(re.sub(r"^def \w+", "", x.src, flags=re.MULTILINE) for x in functions.values())
     return {
         name
-        for name, x in functions.items()
-        if any(argument.startswith("p_") or argument in ("arrays", "scalars") for argument in x.arg_names)
+        for (_, name), x in functions.items()
+        if name not in TEMPLATES
+        and any(argument.startswith("p_") or argument in ("arrays", "scalars") for argument in x.arg_names)
         and not re.search(rf"\b{name}[(,]", uses)
     }
 
