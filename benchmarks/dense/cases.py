@@ -21,7 +21,7 @@ class DenseCase(FuseCase):
 
     @property
     def name(self) -> str:
-        """What the CSV holds; different for every case."""
+        """The name of the case in the CSV, which no other case has."""
         mask = f"window{self.window}" if self.group == "window" else self.group
         heads = f"h{self.query_heads}" + (f"k{self.key_heads}" if self.key_heads != self.query_heads else "")
         return f"{mask}_{self.batch}x{self.tokens}_{heads}_d{self.head_dim}"
@@ -32,12 +32,12 @@ class DenseCase(FuseCase):
 
     @property
     def share(self) -> int:
-        """How much of the time a case gets: as much as each other one."""
+        """The weight of the case when the time budget is divided. All cases have the same."""
         return 1
 
     @property
     def check_text(self) -> str:
-        """What the exact results cost: one score matrix at a time, all products in float64, forward and backward."""
+        """The cost of the exact results in words: they are computed in float64, one score matrix at a time."""
         matrices = self.batch * self.query_heads
         # Two products forward and four backward; the scores are kept.
         tflop = 6 * 2 * matrices * self.tokens**2 * self.head_dim / 1e12

@@ -61,7 +61,7 @@ class FuseCase:
 
     @property
     def name(self) -> str:
-        """What the CSV holds; different for every case."""
+        """The name of the case in the CSV, which no other case has."""
         if self.group not in TOKEN_GROUPS:
             return f"{self.group}_d{self.head_dim}"
         heads = "mha" if self.query_heads == self.key_heads else f"gqa{self.query_heads // self.key_heads}"

@@ -105,7 +105,7 @@ class PagedCase:
 
     @property
     def name(self) -> str:
-        """What the CSV holds; different for every row of a group."""
+        """The name of the case in the CSV, which no other row of its group has."""
         parts = [self.shape.name, CACHE_LABELS[self.cache], f"p{self.page_size}"]
         if self.query_tokens > 1:
             parts.append(f"t{self.query_tokens}")

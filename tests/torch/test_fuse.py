@@ -19,6 +19,7 @@ from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
 from blockdiag.torch import explain as torch_explain  # noqa: E402
 from blockdiag.torch import fuse  # noqa: E402
 from blockdiag.torch.fusion import call  # noqa: E402
+from blockdiag.torch.fusion import program as torch_program  # noqa: E402
 from blockdiag.torch.fusion.program import marked  # noqa: E402
 from blockdiag.torch.fusion.region import BoundRegion, region_p  # noqa: E402
 from blockdiag.torch.fusion.split import Segment, Split  # noqa: E402
@@ -393,6 +394,21 @@ def test_activation_checkpointing_keeps_gradients(implementation):
     expected = torch.autograd.grad(fused(*operands).square().sum(), operands)
     output = checkpoint(fused, *operands, use_reentrant=False)
     assert_same_bits(torch.autograd.grad(output.square().sum(), operands), expected)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_reaches_the_region(deterministic, monkeypatch):
+    found, original = [], torch_program.mark
+
+    def mark(region, *args, **kwargs):
+        found.append(region.is_ordered)
+        return original(region, *args, **kwargs)
+
+    monkeypatch.setattr(torch_program, "mark", mark)
+    operands = tensors(grad=True)
+    fuse(causal, implementation="triton", deterministic=deterministic)(*operands).sum().backward()
+    assert found and set(found) == {deterministic}
 
 
 # Refusals

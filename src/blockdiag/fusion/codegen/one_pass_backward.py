@@ -212,7 +212,7 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
     query, key = leaves.index(plan.query), leaves.index(plan.key)
     rows, keys = plan.tile.rows, plan.tile.columns
     listed = WALK if labels is not None else ()
-    outputs = _outputs(plan, query, key)
+    outputs = _outputs(own, query, key)
     started = [x.name for x in outputs if x.starts_at_zero]
     pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum", "delta", f"grad{query}", "turns")
     read = [i for i in range(len(leaves)) if i in (query, key, *own.pointers)]
@@ -234,23 +234,19 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
     return HopperKernel(source, moved, jnp.dtype(region.value.dtype).name, pointers, None, programs, num_warps=8)
 
 
-def _outputs(plan: OnePass, query: int, key: int) -> tuple[Output, ...]:
-    region = plan.region
+def _outputs(own: _Writer, query: int, key: int) -> tuple[Output, ...]:
+    plan, region = own.plan, own.region
     sizes = region.sizes
     dims = partial_dims(plan.query, region.batch)
     key_dims, value_dims = _gradient_dims(plan).values()
     dtype = jnp.dtype(region.value.dtype).name
     turns = cells_of(region, region.batch) * tiles_of(plan)[0]
     return (
-        Output(f"grad{query}", dims, shape_of(dims, sizes), "float32", factor=_factor(plan), starts_at_zero=True),
+        Output(f"grad{query}", dims, shape_of(dims, sizes), "float32", factor=own.writer.factor, starts_at_zero=True),
         Output(f"grad{key}", key_dims, shape_of(key_dims, sizes), dtype),
         Output("grad_value", value_dims, shape_of(value_dims, sizes), dtype),
         Output("turns", ((),), (turns,), "int32", starts_at_zero=True),
     )
-
-
-def _factor(plan: OnePass) -> float:
-    return Writer(plan.region, "columns", plan.tile, flipped=True).factor
 
 
 def _entry(own: _Writer, *, is_listed: bool) -> None:
