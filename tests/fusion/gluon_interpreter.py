@@ -243,11 +243,12 @@ class _Engine:
 class _Values(Language):
     """The `gl` module of the kernel language, on NumPy arrays."""
 
-    def __init__(self, program: int, warps: Warps) -> None:
-        super().__init__(program, warps)
+    def __init__(self, program: int, programs: int, warps: Warps) -> None:
+        super().__init__(program, programs, warps)
         for name, dtype in _DTYPES.items():
             setattr(self, name, Dtype(dtype))
         self.exp, self.exp2, self.log2 = np.exp, np.exp2, np.log2
+        self.rsqrt = lambda tile: 1.0 / np.sqrt(tile)
 
     def arange(self, first: int, end: int, layout: object) -> Array:
         del layout
@@ -262,7 +263,8 @@ class _Values(Language):
 
     def max(self, tile: Array, axis: int) -> Array:
         # A number takes precedence over NaN, as in `max.f32`.
-        return np.fmax.reduce(tile, axis)
+        found = np.fmax.reduce(tile, axis)
+        return Number(found) if found.ndim == 0 and found.dtype.kind == "i" else found
 
     def sum(self, tile: Array, axis: int) -> Array:
         return tile.sum(axis, dtype=tile.dtype)
@@ -278,6 +280,8 @@ class _Values(Language):
         return (np.minimum if propagate_nan else np.fmin)(left, right)
 
     def where(self, condition: Any, left: Any, right: Any) -> Array:
+        if isinstance(left, int) and isinstance(right, int) and np.ndim(condition) == 0:
+            return Number(left if condition else right)
         found = np.where(condition, left, right)
         # NumPy returns float64 for two numbers.
         return array(found.astype(np.float32) if found.dtype == np.float64 else found)
@@ -312,7 +316,7 @@ class _Values(Language):
 
     def atomic_add(self, place: Global, number: int, sem: str) -> Number:
         """Add to a number in memory. Programs run in the order in which they start, so none waits for another."""
-        assert sem in ("acquire", "release")
+        assert sem in ("acquire", "release", "relaxed")
         before = Number(place.values[place.places()])
         place.values[place.places()] += number
         return before
@@ -327,7 +331,8 @@ class _Values(Language):
 
     def allocate_shared_memory(self, dtype: Dtype, shape: Sequence[int], layout: object) -> Shared:
         del layout
-        return Shared(np.full(shape, np.nan, dtype.numpy))
+        is_whole = dtype.numpy.kind == "i"
+        return Shared(np.full(shape, np.iinfo(dtype.numpy).min if is_whole else np.nan, dtype.numpy))
 
 
 class _Punctual(random.Random):
@@ -381,7 +386,7 @@ def _run(
     lines.commit_group, lines.wait_group = engine.commit_group, engine.wait_group
     lines.mbarrier_arrive = engine.arrive_after_copies
     words = {
-        "gl": _Values(program, warps), "tma": copy_engine, "async_copy": lines, "mbarrier": _Mbarrier(),
+        "gl": _Values(program, plan.grid[0], warps), "tma": copy_engine, "async_copy": lines, "mbarrier": _Mbarrier(),
         "tma_load": engine.load, "tma_store": engine.store, "load_async": engine.copy,
         "reinterpret": Shared.reinterpret,
         "warpgroup_mma": engine.multiply, "warpgroup_mma_wait": engine.wait,

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 from triton.language import constexpr
 
-from blockdiag.triton_kernels.dense import hopper_backward
+from blockdiag.triton_kernels.dense import hopper_backward, hopper_forward
 from blockdiag.triton_kernels.parts import resident_tiles
+
+TEMPLATES = (hopper_backward, hopper_forward)
 
 
 class Deadlock(AssertionError):
@@ -30,6 +32,22 @@ class Number(int):
     def to(self, dtype: object) -> "Number":
         del dtype
         return self
+
+
+class Slow(random.Random):
+    """Random generator of the interpreter's delays that makes some warps slow at every barrier."""
+
+    def __init__(self, *naps):
+        super().__init__(0)
+        self.naps, self.at = naps, 0
+
+    def choice(self, seq):
+        del seq
+        self.at += 1
+        return self.naps[(self.at - 1) % len(self.naps)]
+
+    def random(self):
+        return 1.0
 
 
 class Parity(Number):
@@ -209,12 +227,16 @@ class Mbarrier:
 class Language(Tile):
     """Stand-in for the `gl` module."""
 
-    def __init__(self, program: int, warps: Warps) -> None:
-        self.program, self.warps = program, warps
+    def __init__(self, program: int, programs: int, warps: Warps) -> None:
+        self.program, self.programs, self.warps = program, programs, warps
 
     def program_id(self, axis: int) -> Number:
         del axis
         return Number(self.program)
+
+    def num_programs(self, axis: int) -> Number:
+        del axis
+        return Number(self.programs)
 
     def load(self, place: object) -> object:
         return Number(place.numbers[place.offset % len(place.numbers)]) if isinstance(place, Memory) else Tile()
@@ -286,7 +308,7 @@ def run_protocol(
     """
     warps = Warps(chance)
     words = {
-        "gl": Language(program, warps), "tma": Tile(), "async_copy": Tile(), "mbarrier": Mbarrier(),
+        "gl": Language(program, 1, warps), "tma": Tile(), "async_copy": Tile(), "mbarrier": Mbarrier(),
         "tma_load": Tile(), "tma_store": Tile(), "load_async": Tile(), "reinterpret": Tile(),
         "warpgroup_mma": Tile(), "warpgroup_mma_wait": _waited,
         "make_barriers": lambda count, arrivals: Barriers(Barrier(warps, arrivals) for _ in builtins.range(count)),
@@ -316,12 +338,13 @@ def kernel_with(
         "range": lambda *x: map(Number, builtins.range(*x)),
         "PROPAGATE_NAN": True,
     } | dict(words)  # fmt: skip
-    for module in (resident_tiles, hopper_backward):
+    templates = [x for x in TEMPLATES if f"dense.{x.__name__.split('.')[-1]} " in text]
+    for module in (resident_tiles, *templates):
         # The constants and the types of a template; its imports are replaced.
         own = {key: x for key, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
         constants = {key: x.value for key, x in vars(module).items() if isinstance(x, constexpr)}
         scope |= {key: x for key, x in own.items() if isinstance(x, type)} | constants
-    for source in (inspect.getsource(resident_tiles), change(inspect.getsource(hopper_backward)), text):
+    for source in (inspect.getsource(resident_tiles), *(change(inspect.getsource(x)) for x in templates), text):
         exec(compile(source[source.index("@gluon.jit") :], f"<{name}>", "exec"), scope)
         scope |= helpers
     return scope[name]

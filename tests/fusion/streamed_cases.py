@@ -84,6 +84,11 @@ def causal(query, key, value):
     return attend(query, key, value, lambda scores: where(scores, seen[None, None]))
 
 
+def causal_soft_cap(query, key, value):
+    seen = jnp.arange(key.shape[1])[None, :] <= jnp.arange(query.shape[1])[:, None]
+    return attend(query, key, value, lambda scores: where(3 * jnp.tanh(scores / 3), seen[None, None]))
+
+
 def window(query, key, value):
     away = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :]
     return attend(query, key, value, lambda scores: where(scores, ((away >= 0) & (away < 600))[None, None]))
@@ -187,7 +192,7 @@ def _shapes(batch: int, queries: int, keys: int, heads: int, width: int, columns
 
 _HEADS_FIRST = dict.fromkeys(("query", "key", "value"), (2, 3, 512, 128))
 _GROUPED = {"query": (2, 256, 2, 3, 128), "key": (2, 512, 2, 128), "value": (2, 512, 2, 128)}
-_DIFFERENTIAL = dict.fromkeys(("query", "key"), (1, 2048, 2, 1, 64)) | {"value": (1, 2048, 1, 128)}
+_DIFFERENTIAL = dict.fromkeys(("query", "key"), (1, 512, 2, 1, 64)) | {"value": (1, 512, 1, 128)}
 CASES = {
     "cross": Streamed(attend, _shapes(2, 128, 640, 3, 128)),
     "clipped": Streamed(clipped, _shapes(2, 128, 640, 3, 128)),
@@ -212,14 +217,15 @@ CASES = {
     "added_mask": Streamed(added_mask, _shapes(1, 512, 512, 2, 128)),
     "documents": Streamed(documents, _shapes(3, 640, 640, 2, 128) | {"segment": (3, 640)}),
     "padded": Streamed(padded, _shapes(4, 128, 640, 2, 128) | {"length": (4,)}),
-    "narrow": Streamed(attend, _shapes(1, 128, 2048, 2, 64), streams=False),
+    "narrow": Streamed(attend, _shapes(1, 128, 512, 2, 64)),
+    "narrow_causal": Streamed(causal, _shapes(2, 384, 384, 3, 64)),
+    "causal_soft_cap": Streamed(causal_soft_cap, _shapes(1, 384, 384, 1, 128)),
+    "causal_wide": Streamed(causal, _shapes(1, 384, 384, 2, 256)),
     "narrower_values": Streamed(attend, _shapes(1, 128, 2048, 2, 128, 64), streams=False),
-    "short": Streamed(attend, _shapes(1, 128, 384, 2, 128), streams=False),
     "odd_queries": Streamed(attend, _shapes(1, 100, 512, 2, 128), streams=False),
     "odd_keys": Streamed(attend, _shapes(1, 128, 600, 2, 128), streams=False),
     "float32": Streamed(attend, _shapes(1, 128, 512, 2, 128), "float32", streams=False),
     "biased": Streamed(biased, _shapes(1, 128, 512, 2, 128) | {"pair": (1, 2, 128, 512)}, streams=False),
     "biased_keys": Streamed(biased_keys, _shapes(1, 128, 512, 2, 128) | {"mask": (1, 1, 1, 512)}, streams=False),
-    "narrow_soft_cap": Streamed(soft_cap, _shapes(1, 128, 2048, 2, 64, 128), streams=False),
-    "causal_wide": Streamed(causal, _shapes(1, 512, 512, 2, 256), streams=False),
+    "narrow_soft_cap": Streamed(soft_cap, _shapes(1, 128, 512, 2, 64), streams=False),
 }

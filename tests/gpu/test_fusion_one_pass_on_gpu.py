@@ -10,6 +10,7 @@ from blockdiag.fusion.lowering import one_pass_schedule
 from blockdiag.fusion.runtime import triton as triton_fused
 from tests.fusion import streamed_cases
 from tests.fusion.one_pass_cases import CASES
+from tests.fusion.thresholds import lifted
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
 from tests.gpu.test_fusion_resident_on_gpu import allowed, compiled, exact_results, results
 
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def always_fast(monkeypatch):
-    for name in ("_FEWEST_SEEN", "_FEWEST_WITHOUT_MASKS", "_FEWEST_UNKNOWN"):
-        monkeypatch.setattr(one_pass_schedule, name, dict.fromkeys((64, 128, 256), 0))
+def small_calls():
+    with lifted(one_pass_schedule):
+        yield
 
 
 def assert_exact(case, function, *, is_repeatable=True):

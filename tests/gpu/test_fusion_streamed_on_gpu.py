@@ -6,19 +6,26 @@ import numpy as np
 import pytest
 
 from blockdiag import fuse
+from blockdiag.fusion.lowering import streamed_schedule
 from blockdiag.fusion.runtime import triton as triton_fused
 from tests.fusion.streamed_cases import CASES, attend
+from tests.fusion.thresholds import lifted
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
 from tests.gpu.test_fusion_resident_on_gpu import allowed, compiled, exact_results, results
 
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def small_calls():
+    with lifted(streamed_schedule):
+        yield
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.streams])
 def test_streamed_kernels_are_as_accurate_as_the_function(name):
     case = CASES[name]
-    kernel = triton_fused.kernels(case.region())[0]
-    assert kernel.on_hopper is not None and kernel.on_hopper.source.name == "fused_forward_streamed"
+    assert "fused_forward_streamed" in {kernel.source.name for kernel in triton_fused.kernels(case.region())}
     fused = fuse(case.function, implementation="triton")
     inputs = case.inputs()
     whole = {x: array for x, array in inputs.items() if array.dtype.kind == "i"}

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from blockdiag import fuse as jax_fuse  # noqa: E402
 from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
-from blockdiag.fusion.lowering import one_pass_schedule  # noqa: E402
+from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule  # noqa: E402
 from blockdiag.interop import dlpack  # noqa: E402
 from blockdiag.torch import explain, fuse  # noqa: E402
 from tests.fusion.one_pass_cases import CASES as ONE_PASS  # noqa: E402
@@ -17,6 +17,7 @@ from tests.fusion.regions import test_nested_programs as inner  # noqa: E402
 from tests.fusion.resident_cases import CASES as RESIDENT  # noqa: E402
 from tests.fusion.streamed_cases import CASES as STREAMED  # noqa: E402
 from tests.fusion.test_gallery import exact_and_allowed, operands, promotion  # noqa: E402
+from tests.fusion.thresholds import lifted  # noqa: E402
 from tests.gpu.gate import Gate  # noqa: E402
 from tests.support import largest_error  # noqa: E402
 from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
@@ -132,19 +133,25 @@ def test_resident_bias_gradients_match_jax(needed):
         torch.testing.assert_close(one.cpu().float(), other, rtol=1e-2, atol=1e-2 * other.abs().max().item(), msg=name)
 
 
+@pytest.fixture
+def small_calls():
+    with lifted(one_pass_schedule, streamed_schedule):
+        yield
+
+
 @pytest.mark.parametrize("name", ["cross", "causal", "documents", "differential"])
 def test_streamed_output_equals_jax_bitwise(name):
     case = STREAMED[name]
     inputs = case.inputs()
-    output = fuse(case.function)(**{key: to_tensor(x, GPU) for key, x in inputs.items()})
-    expected = jax.jit(jax_fuse(case.function, implementation="triton"))(**inputs)
+    with lifted(streamed_schedule):
+        output = fuse(case.function)(**{key: to_tensor(x, GPU) for key, x in inputs.items()})
+        expected = jax.jit(jax_fuse(case.function, implementation="triton"))(**inputs)
     torch.testing.assert_close(output.cpu(), to_tensor(np.asarray(expected)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "grouped", "wide_causal", "numbered"])
-def test_one_pass_gradients_match_jax_and_are_repeatable(name, monkeypatch):
-    for table in ("_FEWEST_SEEN", "_FEWEST_WITHOUT_MASKS", "_FEWEST_UNKNOWN"):
-        monkeypatch.setattr(one_pass_schedule, table, dict.fromkeys((64, 128, 256), 0))
+@pytest.mark.usefixtures("small_calls")
+def test_one_pass_gradients_match_jax_and_are_repeatable(name):
     case = ONE_PASS[name]
     inputs = case.inputs()
     tensors = {key: to_tensor(x, GPU).requires_grad_() for key, x in inputs.items()}

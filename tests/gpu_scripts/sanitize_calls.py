@@ -4,7 +4,6 @@ A call computes the same results by kernels on a GPU and without them on the CPU
 that the call worked. The tests of each operation compare exactly.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -405,36 +404,27 @@ def _streamed(first: int) -> Iterator[Call]:
     from tests.fusion.streamed_cases import CASES
 
     for name in [name for name, case in CASES.items() if case.streams][first::2]:
-        yield _fused_by_name(name, CASES[name].function, CASES[name].inputs)
+        yield _at_any_size(_fused_by_name(name, CASES[name].function, CASES[name].inputs))
 
 
-@contextlib.contextmanager
-def _always_one_pass() -> Iterator[None]:
-    """Launch the one-pass kernel in calls that are too small for it to be faster, too."""
-    from blockdiag.fusion.lowering import one_pass_schedule as schedule
+def _at_any_size(call: Call) -> Call:
+    """Return a call that uses the kernels of Hopper's schedules although it is small."""
 
-    tables = (schedule._FEWEST_SEEN, schedule._FEWEST_WITHOUT_MASKS, schedule._FEWEST_UNKNOWN)
-    before = [dict(table) for table in tables]
-    for table in tables:
-        table.update(dict.fromkeys(table, 0))
-    try:
-        yield
-    finally:
-        for table, numbers in zip(tables, before, strict=True):
-            table.update(numbers)
+    def compute(who: str) -> Sequence[Any]:
+        from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule
+        from tests.fusion.thresholds import lifted
+
+        with lifted(one_pass_schedule, streamed_schedule):
+            return call.compute(who)
+
+    return dataclasses.replace(call, compute=compute)
 
 
 def _one_pass() -> Iterator[Call]:
     from tests.fusion.one_pass_cases import CASES
 
     for name in ("narrow", "causal", "documents", "soft_cap", "grouped", "wide_causal"):
-        call = _fused_by_name(f"one_pass_{name}", CASES[name].function, CASES[name].inputs)
-
-        def compute(who: str, call: Call = call) -> Sequence[Any]:
-            with _always_one_pass():
-                return call.compute(who)
-
-        yield dataclasses.replace(call, compute=compute)
+        yield _at_any_size(_fused_by_name(f"one_pass_{name}", CASES[name].function, CASES[name].inputs))
 
 
 def _fused_torch() -> Iterator[Call]:
@@ -452,7 +442,7 @@ def _fused_torch() -> Iterator[Call]:
             output = fuse(case.function)(**leaves)
             return [output.detach(), *torch.autograd.grad(output, list(leaves.values()), torch.cos(3 * output))]
 
-        yield Call(name, compute, GPU, "cpu")
+        yield _at_any_size(Call(name, compute, GPU, "cpu"))
 
 
 def _false_alarms() -> Iterator[Call]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,10 @@ from blockdiag.interop import jax_call
 from blockdiag.interop.interpreter.launch import interpret
 from blockdiag.triton_kernels.launch import plan as launch_plan
 from blockdiag.triton_kernels.launch.plan import Target
-from tests.fusion.codegen.test_plans import launches_of
 from tests.fusion.gluon_interpreter import interpret_gluon
 from tests.fusion.lowering.test_resident_schedule import KERNELS, PLAIN, WITHOUT_JOINT
 from tests.fusion.resident_cases import CASES as RESIDENT
 from tests.fusion.resident_cases import rows_of_heads
-from tests.fusion.streamed_cases import CASES as STREAMED
 
 HOPPER = Target.for_arch(90)
 
@@ -93,14 +90,6 @@ def assert_exact(case, function, *, is_masked=False, has_gradients=True):
         assert np.abs(actual - exact).max() <= allowed, name
 
 
-@pytest.mark.parametrize("name", [name for name, case in STREAMED.items() if case.streams])
-def test_streamed_kernels_match_float32(name, launched):
-    case = STREAMED[name]
-    # Other kernels compute the gradients, and their residuals have the same form in all cases.
-    assert_exact(case, fuse(case.function, implementation="triton"), has_gradients=name in ("cross", "far_away"))
-    assert {x for x in launched if x.startswith("fused_forward")} == {"fused_forward_streamed"}
-
-
 # Programs of these cases run several rounds on a GPU with 132 multiprocessors. With 8, few rows suffice for that.
 MANY_ROUNDS = ("many_rows", "many_wide_rows", "one_chunk", "shared")
 FEW_ROWS, FEW_MULTIPROCESSORS = 6, 8
@@ -148,54 +137,6 @@ def test_resident_bias_gradient_in_one_part_keeps_shape_and_dtype(name, launched
     assert "fused_rows_and_pairs_resident" in launched
 
 
-class Slow:
-    """A stand-in for `random.Random` with fixed delays of the first warp group, the second group and the loader."""
-
-    def __init__(self, *naps):
-        self.naps = itertools.cycle(naps)
-
-    def choice(self, naps):
-        return next(self.naps)
-
-    def random(self):
-        return 1.0
-
-
-FREE = "        thread_barrier()\n        free_slot(value_empty, chunk - 1, 3)\n"
-WAIT = "        output_tile = warpgroup_mma_wait(0, deps=[output_tile])\n"
-LOADED = "        k_part = wait_slot(key_ring, key_full, chunk)\n"
-
-
-@pytest.mark.parametrize(
-    ("lines", "changed", "naps"),
-    [
-        # The slot of values is freed before the product that reads it has completed.
-        (WAIT + FREE, FREE + WAIT, (2e-3, 2e-3, 0.0)),
-        # The wait for keys is missing.
-        (LOADED, "        k_part = key_ring.index(chunk % 3)\n", (0.0, 0.0, 2e-3)),
-    ],
-)
-def test_reordered_shared_memory_accesses_are_detected(lines, changed, naps):
-    case = STREAMED["cross"]
-    arrays = [np.asarray(x) for x in case.inputs().values()]
-    plan = launches_of(case.region())["fused_forward"].plan(HOPPER)
-
-    def output_of(text):
-        one = dataclasses.replace(plan, kernel=dataclasses.replace(plan.kernel, text=text))
-        return interpret_gluon(one, *arrays, chance=Slow(*naps))[0].astype(np.float32)
-
-    text = plan.kernel.text
-    assert lines in text
-    right = output_of(text)
-    assert np.isfinite(right).all()
-    try:
-        is_noticed = not np.array_equal(output_of(text.replace(lines, changed)), right)
-    except AssertionError:
-        # The interpreter detects a barrier in the wrong phase.
-        is_noticed = True
-    assert is_noticed
-
-
 def assert_same_nan_of_rows(function, inputs):
     """Assert that results and query gradients are NaN where plain ones are; return the number of NaN results."""
     cotangent = jnp.ones(jax.eval_shape(function, **inputs).shape)
@@ -204,14 +145,6 @@ def assert_same_nan_of_rows(function, inputs):
     for name in ("output", "query"):
         np.testing.assert_array_equal(np.isnan(found[name]), np.isnan(expected[name]), err_msg=name)
     return np.isnan(expected["output"]).sum()
-
-
-def test_streamed_kernel_with_nan_in_a_query_gives_nan_where_xla_does(launched):
-    case = STREAMED["clipped"]
-    inputs = case.inputs()
-    inputs["query"] = inputs["query"].at[0, 5, 0, 3].set(jnp.nan)
-    assert assert_same_nan_of_rows(case.function, inputs) == inputs["value"].shape[-1]
-    assert "fused_forward_streamed" in launched
 
 
 def test_resident_kernels_with_nan_in_a_bias_give_nan_where_xla_does(launched):

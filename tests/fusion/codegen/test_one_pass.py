@@ -1,7 +1,6 @@
 """Tests of the one-pass backward kernel of Hopper: gradients, barriers, order of additions, and compilation."""
 
 import dataclasses
-import random
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,9 @@ from blockdiag.interop import jax_call
 from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
 from tests.fusion.codegen.test_gluon import assert_exact, launched  # noqa: F401
 from tests.fusion.gluon_interpreter import interpret_gluon
+from tests.fusion.gluon_protocol import Slow
 from tests.fusion.one_pass_cases import CASES
+from tests.fusion.thresholds import lifted
 from tests.triton_kernels.plans_support import report_of
 
 HOPPER = Target.for_arch(90)
@@ -29,10 +30,9 @@ NAME = "fused_backward_one_pass"
 
 
 @pytest.fixture(autouse=True)
-def always_fast(monkeypatch):
-    """Use the kernel even for calls so small that plain kernels are faster."""
-    for name in ("_FEWEST_SEEN", "_FEWEST_WITHOUT_MASKS", "_FEWEST_UNKNOWN"):
-        monkeypatch.setattr(one_pass_schedule, name, dict.fromkeys((64, 128, 256), 0))
+def small_calls():
+    with lifted(one_pass_schedule):
+        yield
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.streams])
@@ -77,22 +77,6 @@ def launch_of(case, *, is_ordered=True):
         triton_fused._gradients(region, triton_fused._is_hopper, False, *operands)
     ((spec, arrays),) = kept
     return spec, [np.asarray(x) for x in arrays]
-
-
-class Slow(random.Random):
-    """Random generator of the interpreter's delays that makes some warps slow at every barrier."""
-
-    def __init__(self, *naps):
-        super().__init__(0)
-        self.naps, self.at = naps, 0
-
-    def choice(self, seq):
-        del seq
-        self.at += 1
-        return self.naps[(self.at - 1) % len(self.naps)]
-
-    def random(self):
-        return 1.0
 
 
 # Two programs, each of which visits four query tiles.
@@ -211,18 +195,6 @@ def test_very_long_sequences_have_no_walk(monkeypatch):
     monkeypatch.setattr(block_sparsity, "_MOST_WALKED", 10)
     inner, _ = triton_fused.arranged(CASES["causal"].region())
     assert triton_fused.leading_one_pass(inner, constants_of(inner)) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "is_chosen"), [("causal", True), ("window", False), ("full", False), ("documents", False), ("wide", True)]
-)
-def test_one_pass_kernel_is_chosen_where_it_is_faster(name, is_chosen, monkeypatch):
-    monkeypatch.undo()
-    case = CASES[name]
-    tokens = 4096 if name == "documents" else 2048
-    shapes = {x: (1, tokens) if x == "segment" else (1, tokens, *shape[2:]) for x, shape in case.shapes.items()}
-    inner, _ = triton_fused.arranged(dataclasses.replace(case, shapes=shapes).region())
-    assert triton_fused.has_leading_kernel(inner, has_sum=False) is is_chosen
 
 
 def test_unordered_sums_are_another_kernel():

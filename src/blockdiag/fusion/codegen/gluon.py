@@ -163,6 +163,7 @@ class HopperKernel:
         tiles: the number of programs if each did all rounds of a tile.
         each: the number of rounds per program; None if the launch chooses it.
         num_warps: the warps of the function that the kernel starts with.
+        is_persistent: whether programs share the tiles among them; there are at most as many as multiprocessors.
     """
 
     source: Source
@@ -173,3 +174,4 @@ class HopperKernel:
     tiles: int
     each: int | None = None
     num_warps: int = 4
+    is_persistent: bool = False

@@ -6,8 +6,7 @@ template calls. They locate tiles, and compute scores and the gradients of produ
 
 import functools
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag.fusion.codegen.backward import gradient_dims, partial_dims
-from blockdiag.fusion.codegen.expressions import NAN_LINE, Value
-from blockdiag.fusion.codegen.gluon import GluonPrinter, GluonWriter, HopperKernel, print_function
+from blockdiag.fusion.codegen.device_functions import FunctionWriter, indices, packed, template_source
+from blockdiag.fusion.codegen.gluon import HopperKernel, print_function
 from blockdiag.fusion.codegen.kernels import LOG2_E, Output, Source, Writer, cells_of
 from blockdiag.fusion.frontend.trace import tile_jaxpr
 from blockdiag.fusion.ir.layout import layout_of, shape_of
@@ -28,19 +27,9 @@ from blockdiag.fusion.lowering.tile_program import tile_function, value_columns
 NAME = "fused_backward_one_pass"
 WALK = ("walk_codes", "walk_ranks")
 """Names of the lists of the query tiles that a program visits, see `runtime.block_sparsity.walk_tables`."""
-_HEAD = f"""import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-from blockdiag.triton_kernels.dense.hopper_backward import BackwardShape, Functions, one_pass_backward
-
-{NAN_LINE}
 
 
-"""
-
-
-class _Writer(GluonWriter):
+class _Writer(FunctionWriter):
     """Writer of the device functions of a one-pass kernel."""
 
     def __init__(self, plan: OnePass) -> None:
@@ -48,22 +37,6 @@ class _Writer(GluonWriter):
         super().__init__(plan.region, writer, (plan.query, plan.key, plan.product))
         self.plan = plan
         self.places = plan.places | _gradient_places(plan)
-
-    def function(self, name: str, parameters: str, body: Callable[[], None], known: Mapping[str, str]) -> None:
-        """Print a device function.
-
-        Args:
-            body: prints the body.
-            known: expressions by name. The names that the body uses are assigned before it.
-        """
-        print_function(self, f"def {name}({parameters}):")
-        lines = self.writer.lines
-        first = len(lines)
-        body()
-        words = set(re.findall(r"\w+", "\n".join(lines[first:])))
-        lines[first:first] = [f"    {one} = {expression}" for one, expression in known.items() if one in words]
-        self.emit()
-        self.emit()
 
 
 def _gradient_dims(plan: OnePass) -> dict[str, tuple[Dim, ...]]:
@@ -93,16 +66,6 @@ def _gradient_places(plan: OnePass) -> dict[str, Place]:
     return found
 
 
-def _indices(labels: Sequence[str], name: str) -> dict[str, str]:
-    """Return the names of batch indices, each with the element of the tuple `name` that holds it."""
-    return {f"i_{label}": f"{name}[{i}]" for i, label in enumerate(labels)}
-
-
-def _packed(labels: Sequence[str], otherwise: str) -> str:
-    """Return a tuple of batch indices as source text. Without labels it holds `otherwise`, as it must not be empty."""
-    return f"({', '.join(f'i_{label}' for label in labels) or otherwise},)"
-
-
 def _places(own: _Writer, labels: Sequence[str]) -> None:
     """Print the functions that locate tiles.
 
@@ -110,47 +73,37 @@ def _places(own: _Writer, labels: Sequence[str]) -> None:
         labels: the batch labels along which lists of tiles differ.
     """
     plan, region = own.plan, own.region
-    emit = own.emit
 
     def own_place() -> None:
         own.decode("cell", plan.own)
-        emit(f"return {_packed(plan.own, 'cell')}")
+        own.emit(f"return {packed(plan.own, 'cell')}")
 
     def place() -> None:
         own.decode("other", plan.others)
-        emit(f"return {_packed(region.batch, 'other')}")
+        own.emit(f"return {packed(region.batch, 'other')}")
 
     own.function("own_place", "cell", own_place, {})
-    own.function("place", "own, other", place, _indices(plan.own, "own"))
-    known = _indices(region.batch, "place")
-
-    def at(name: str) -> None:
-        emit(f"return {own.at(own.places[name], 'first')}")
-
+    own.function("place", "own, other", place, indices(plan.own, "own"))
     sources = {"query": "query", "key": "key", "value": "value", "cotangent": "output"}
     sources |= {name: name for name in ("key_gradient", "value_gradient")}
-    for name, source in sources.items():
-        own.function(f"{name}_at", "place, first", lambda source=source: at(source), known)
-
-    def line(some: Sequence[str], last: int) -> None:
-        sizes = {label: region.sizes[label] for label in some} | {"last": last}
-        layout = layout_of(list(sizes.values()), [(label,) for label in sizes], sizes)
-        emit(f"return {layout.base(some)}")
-
-    own.function("row_at", "place", lambda: line(region.batch, region.sizes["q"]), known)
-    own.function("line_at", "place", lambda: line(labels, 1), known)
+    own.print_places({name: own.places[source] for name, source in sources.items()})
+    own.returning("row_at", "place", own.base(region.batch, region.sizes["q"]))
+    own.returning("line_at", "place", own.base(labels, 1))
 
 
 def _scores(own: _Writer) -> None:
     """Print the functions of scores, with and without masks, and that of the gradients of products."""
     score, plain = own.writer.scores
     assert score is not None
-    known = _indices(own.region.batch, "place") | {f"p_leaf{x}": f"arrays[{i}]" for i, x in enumerate(own.pointers)}
+    known = own.batch_indices | own.arrays
     plain = score if plain is None else plain
     tiles = "arrays, place, r_q, r_k, products"
-    own.function("score", tiles, functools.partial(_return, own, own.writer.tile_program([score])), known)
-    own.function("plain_score", tiles, functools.partial(_return, own, own.writer.tile_program([plain])), known)
-    own.function("slope", f"{tiles}, power, weighed", functools.partial(_return, own, _slope(own, plain)), known)
+    for name, root in (("score", score), ("plain_score", plain)):
+        program = own.writer.tile_program([root])
+        own.function(name, tiles, functools.partial(own.print_program, program, {}), known)
+    more = ("power", "weighed")
+    slope = functools.partial(own.print_program, _slope(own, plain), {}, more)
+    own.function("slope", f"{tiles}, {', '.join(more)}", slope, known)
 
 
 def _slope(own: _Writer, root: Node) -> Any:
@@ -169,28 +122,6 @@ def _slope(own: _Writer, root: Node) -> Any:
 
     tile = jax.ShapeDtypeStruct(shape, np.float32)
     return tile_jaxpr(gradient, writer.tile_avals(), tile, tile)
-
-
-def _return(own: _Writer, program: Any) -> None:
-    """Print the body of a function that computes a tile program.
-
-    The function loads only the leaves that the program reads.
-    """
-    region, emit = own.region, own.emit
-    used = {id(x) for equation in program.jaxpr.eqns for x in equation.invars} | {id(x) for x in program.jaxpr.outvars}
-    shape = own.writer.turned(own.plan.tile.rows, own.plan.tile.columns)
-    tiles = []
-    count = len(region.leaves) - 1
-    for i, leaf in enumerate(region.leaves[:-1]):
-        is_read = id(program.jaxpr.invars[i]) in used and leaf.role in ("row", "column", "scalar")
-        tiles.append(own.read_leaf(i) if is_read else Value("0", own.writer.tile_shape(leaf)))
-    tiles.append(Value("products", shape))
-    rest = [Value(name, shape) for name in ("power", "weighed")][: len(program.jaxpr.invars) - count - 1]
-    (found,) = GluonPrinter(emit, "x", own.writer.precision).run(program, [*tiles, *rest])
-    name = found.name
-    if found.shape != shape:
-        name = f"{name} + gl.zeros_like(products)"
-    emit(f"return {name}")
 
 
 def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKernel | None:
@@ -229,7 +160,7 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
         ("value_gradient", "grad_value", places["value_gradient"].shape, (keys, width)),
     )
     programs = programs_of(plan)
-    text = _HEAD + "\n".join(own.writer.lines) + "\n"
+    text = template_source("hopper_backward", "BackwardShape, Functions, one_pass_backward", own.writer.lines)
     source = Source(text, NAME, inputs, outputs, (programs, 1, 1))
     return HopperKernel(source, moved, jnp.dtype(region.value.dtype).name, pointers, None, programs, num_warps=8)
 

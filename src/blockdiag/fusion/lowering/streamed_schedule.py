@@ -5,15 +5,14 @@ per-query numbers. Biases of queries by keys are excluded, because the copy engi
 With lists of live tiles, masks may also read per-key numbers.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from blockdiag.fusion.analysis.tile_lists import Lists
-from blockdiag.fusion.ir.factors import factored, has_keys, scores_of
+from blockdiag.fusion.ir.factors import has_keys, scores_of
 from blockdiag.fusion.ir.tile import Tile
-from blockdiag.fusion.ir.tree import Region, leaves_of
+from blockdiag.fusion.ir.tree import Region, leaves_of, nodes_of
 from blockdiag.fusion.lowering.hopper import (
     ROWS,
     SHARED_BYTES,
@@ -26,10 +25,17 @@ from blockdiag.fusion.lowering.hopper import (
 )
 from blockdiag.fusion.lowering.tile_program import value_columns
 
-# The fewest keys, by features of a query and columns of a value. With fewer keys or other widths, plain kernels are as
-# fast on an H200: several of them share a multiprocessor, so that one starts while another ends.
-_FEWEST_KEYS = {(64, 128): 2048, (64, 256): 512, (128, 128): 512, (128, 256): 256, (256, 256): 512}
-_MOST_SLOTS = 4
+# What a call must have at least, by the larger head dimension of queries and values: keys that a query tile sees, and
+# scores of a program that sees so many for each tile. With fewer, plain kernels are as fast on an H100 or H200: several
+# of them share a multiprocessor, and with 64 features their tiles are smaller.
+_FEWEST_KEYS = {64: 256, 128: 384, 256: 256}
+_FEWEST_SCORES = {64: 1 << 26, 128: 1 << 24, 256: 0}
+_WIDTHS = {(64, 64), (64, 128), (64, 256), (128, 128), (128, 256), (256, 256)}
+# Functions of scores that take as long as a product with 64 features.
+_COSTLY = frozenset({"tanh", "logistic", "exp", "exp2", "log", "log1p", "expm1", "erf", "sin", "cos", "pow", "div"})
+# Hopper has 50 MB of L2.
+_STREAMED_BYTES = 32 << 20
+_FEWEST_SLOTS, _MOST_SLOTS = 2, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +47,9 @@ class Streamed(OfProduct):
         features, columns: the head dimensions of queries and of values.
         chunk: the keys per slot.
         slots: the number of slots for keys; values have as many.
+        query_slots: the number of slots for tiles of queries.
         lists: the lists of live tiles, whose columns are chunks; None: all tiles are visited.
+        takes_turns: whether the compute groups take turns.
     """
 
     places: dict[str, Place]
@@ -49,7 +57,9 @@ class Streamed(OfProduct):
     columns: int
     chunk: int
     slots: int
+    query_slots: int
     lists: Lists | None
+    takes_turns: bool
 
     @property
     def is_wide(self) -> bool:
@@ -64,59 +74,85 @@ class Streamed(OfProduct):
         """
         return self.features != self.columns and not self.is_wide
 
+    @property
+    def together(self) -> int:
+        """The number of lines whose tiles are computed in turns. Their keys and values fit into L2."""
+        each = self.region.sizes["k"] * (self.features + self.columns) * 2
+        return max(1, _STREAMED_BYTES // each)
+
 
 def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None:
     """Return the streamed schedule of a region, None if it does not apply or a plain kernel is as fast.
 
     Args:
         region: an arranged region.
-        tile: the tile size of `lists`.
+        tile: the result of `streamed_tile`.
+        lists: the lists of live tiles of that size; None: all tiles are visited.
     """
-    found = None if region.extras or (region.weight is not None and has_keys(region.weight)) else of_product(region)
-    if found is None or found.region.score is None:
+    found = of_product(region)
+    if found is None:
         return None
     query, key = found.query, found.key
     features, columns = count_of(region, query.features), count_of(region, value_columns(region))
-    # Registers hold the scores of a chunk beside the accumulated results.
-    chunk = tile.columns if lists is not None else 128 if columns <= 128 else 64
-    keys = region.sizes["k"]
-    is_tiled = region.sizes["q"] % ROWS == 0 and keys % chunk == 0 and (lists is None or tile.rows == ROWS)
     # The most live keys of a query tile.
-    seen = keys if lists is None else lists.forms[0].most * tile.columns
-    is_long = seen >= _FEWEST_KEYS.get((features, columns), math.inf)
-    has_narrow_operands = is_narrow(replace(region, dtype=region.value.dtype), query, key)
-    is_stored = _is_wide(region) or region.dtype == region.value.dtype
-    if not is_tiled or not is_long or not has_narrow_operands or not is_stored:
+    seen = region.sizes["k"] if lists is None else lists.forms[0].most * tile.columns
+    scores = seen * region.sizes["q"] * count_of(region, region.batch)
+    width, is_costly = max(features, columns), _is_costly(found)
+    if seen < _FEWEST_KEYS[width] or scores < _FEWEST_SCORES[width] or (is_costly and width == 64):
         return None
-    # Products over few features hide only the exponentials: with ALiBi or a soft cap, plain kernels are as fast.
-    is_bare = lists is None and factored(found.region.score)[0].leaf is found.product
+    if not _is_at_hand(region, lists):
+        return None
     places = places_of(region, query, key)
-    if places is None or not _is_at_hand(region, lists) or (features < 128 and not is_bare):
+    if places is None:
         return None
-    slots = _slots(features, columns, chunk, has_exit=features != columns and not _is_wide(region))
+    query_slots, slots = _slots(features, columns, tile.columns, has_exit=features != columns and not _is_wide(region))
     return Streamed(
-        **vars(found), places=places, features=features, columns=columns, chunk=chunk, slots=slots, lists=lists
+        **vars(found),
+        places=places,
+        features=features,
+        columns=columns,
+        chunk=tile.columns,
+        slots=slots,
+        query_slots=query_slots,
+        lists=lists,
+        # On an H100, turns gain 12% with 64 features, where products with keys are short. With 128 or 256, causal masks
+        # gain 1% to 4%, full attention loses 1% to 9%, and soft caps lose 16%.
+        takes_turns=features <= 64 or (lists is not None and not is_costly),
     )
 
 
-def own_tile(region: Region, tile: Tile) -> Tile | None:
-    """Return the tile of a masked region for which Hopper needs other lists than plain kernels; None if it does not.
-
-    With 256 features, plain kernels have fewer rows, because all architectures must have room for the tile.
+def streamed_tile(region: Region) -> Tile | None:
+    """Return the tile of lists for the streamed schedule, None if that does not apply.
 
     Args:
         region: an arranged region.
-        tile: the tile of the plain kernel.
     """
-    features = max((count_of(region, leaf.features) for leaf in region.leaves), default=0)
-    is_wide = features == count_of(region, value_columns(region)) == 256
-    return Tile(ROWS, 64) if is_wide and tile.rows < ROWS and region.sizes["q"] % ROWS == 0 else None
+    found = None if region.extras or (region.weight is not None and has_keys(region.weight)) else of_product(region)
+    if found is None or any(leaf.role in ("score", "distance") for leaf in region.leaves):
+        return None
+    columns = count_of(region, value_columns(region))
+    is_known = (count_of(region, found.query.features), columns) in _WIDTHS
+    # Registers hold the scores of a chunk beside the accumulated results.
+    tile = Tile(ROWS, 128 if columns <= 128 else 64)
+    is_tiled = region.sizes["q"] % tile.rows == 0 and region.sizes["k"] % tile.columns == 0
+    has_narrow_operands = is_narrow(replace(region, dtype=region.value.dtype), found.query, found.key)
+    is_stored = _is_wide(region) or region.dtype == region.value.dtype
+    return tile if is_known and is_tiled and has_narrow_operands and is_stored else None
+
+
+def _is_costly(found: OfProduct) -> bool:
+    """Return whether scores without masks are a costly function of products."""
+    score, plain = scores_of(found.region)[0]
+    root = score if plain is None else plain
+    return root is not None and any(
+        node.kind == "call" or (node.primitive is not None and node.primitive.name in _COSTLY)
+        for node in nodes_of(root)
+        if node.kind in ("call", "operation") and found.product in leaves_of(node)
+    )
 
 
 def _is_at_hand(region: Region, lists: Lists | None) -> bool:
-    """Return whether no unmasked tile reads a bias or per-key numbers from memory; no tile may read a bias."""
-    if any(leaf.role in ("score", "distance") for leaf in region.leaves):
-        return False
+    """Return whether no unmasked tile reads per-key numbers from memory."""
     plain = scores_of(region)[0][1]
     needed = leaves_of(plain) if lists is not None and lists.has_full and plain is not None else region.leaves
     return not any(leaf.role == "column" and leaf.source.key is not None for leaf in needed)
@@ -126,7 +162,12 @@ def _is_wide(region: Region) -> bool:
     return region.dtype == np.float32
 
 
-def _slots(features: int, columns: int, chunk: int, *, has_exit: bool) -> int:
-    """Return how many chunks of keys, each with its chunk of values, fit into shared memory."""
-    once = ROWS * features * 2 + (ROWS * columns * 2 if has_exit else 0)
-    return min(_MOST_SLOTS, (SHARED_BYTES - once) // (chunk * (features + columns) * 2))
+def _slots(features: int, columns: int, chunk: int, *, has_exit: bool) -> tuple[int, int]:
+    """Return how many tiles of queries, and how many chunks of keys with their values, fit into shared memory.
+
+    With two tiles of queries, those of the next item arrive while the last item is computed.
+    """
+    once, each = ROWS * columns * 2 if has_exit else 0, chunk * (features + columns) * 2
+    query_slots = 2 if once + 2 * ROWS * features * 2 + _FEWEST_SLOTS * each <= SHARED_BYTES else 1
+    slots = (SHARED_BYTES - once - query_slots * ROWS * features * 2) // each
+    return query_slots, min(_MOST_SLOTS, slots)

@@ -30,7 +30,7 @@ from blockdiag.fusion.ir.tree import Source as ArraySource
 from blockdiag.fusion.lowering.diagonals import distance_gradient
 from blockdiag.fusion.lowering.one_pass_schedule import is_fast, one_pass
 from blockdiag.fusion.lowering.resident_schedule import CHUNK, rounds_each
-from blockdiag.fusion.lowering.streamed_schedule import own_tile
+from blockdiag.fusion.lowering.streamed_schedule import streamed_tile
 from blockdiag.fusion.lowering.tile_configs import Config, config_of, shared_bytes, widest
 from blockdiag.fusion.lowering.tile_program import (
     canonical_result,
@@ -176,10 +176,11 @@ class FusedLaunch:
             each = kernel.each or rounds_each(kernel.rounds, kernel.tiles, target.num_sms)
             arguments["ROUNDS"] = Constexpr(each)
             shares = -(-kernel.rounds // each)
+        programs = min(kernel.tiles, target.num_sms) if kernel.is_persistent else kernel.tiles * shares
         return LaunchPlan(
             name=kernel.source.name,
             kernel=kernel_of(kernel.source.text, kernel.source.name),
-            grid=(kernel.tiles * shares, 1, 1),
+            grid=(programs, 1, 1),
             inputs=self.inputs,
             outputs=self.outputs,
             arguments=arguments,
@@ -370,11 +371,7 @@ def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
     lists = None if live is None else live.lists
     kernel = _kernel(region.once(forward_source, config.tile, lists), region, "forward", config, live)
 
-    def on_hopper() -> HopperKernel | None:
-        held = region.once(resident_kernel) if lists is None else None
-        return region.once(streamed_kernel, config.tile, lists) if held is None else held
-
-    return _on_hopper(kernel, on_hopper)
+    return _on_hopper(kernel, lambda: region.once(resident_kernel) if lists is None else None)
 
 
 def own_forward_kernel(region: Region, arrays: Mapping[str, Any]) -> Kernel | None:
@@ -384,25 +381,26 @@ def own_forward_kernel(region: Region, arrays: Mapping[str, Any]) -> Kernel | No
         region: an arranged region.
         arrays: the leaves by name, from which lists of live tiles are computed.
     """
-    tile = own_tile(region, config_of(region, "forward").tile)
-    live = None if tile is None else live_tiles(region, tile, arrays)
-    if tile is None or live is None:
+    tile = region.once(streamed_tile)
+    if tile is None or region.once(resident_kernel) is not None:
         return None
+    live = live_tiles(region, tile, arrays)
     try:
-        found = region.once(streamed_kernel, tile, live.lists)
+        found = region.once(streamed_kernel, tile, None if live is None else live.lists)
     except NotPrintable:
         # Gluon lacks some operations that Triton has.
         return None
     if found is None:
         return None
-    own = {name: x for name, x in live.arrays.items() if name in found.source.inputs}
+    live_arrays = {} if live is None else live.arrays
+    own = {name: x for name, x in live_arrays.items() if name in found.source.inputs}
     flops = _flops(region, "forward", tile, live)
     return Kernel(found.source, tile, found.num_warps, 1, (0, 0), own, found, flops)
 
 
 def _may_have_own_forward(region: Region) -> bool:
     inner, _ = arranged(region)
-    return own_tile(inner, config_of(inner, "forward").tile) is not None
+    return inner.once(streamed_tile) is not None
 
 
 def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:

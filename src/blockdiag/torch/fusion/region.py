@@ -451,7 +451,8 @@ class BoundRegion:
         """Return the result and the log-sum-exp."""
         step, own = self.steps.forward, self.steps.own_forward
         is_own = own is not None and self._target is not None and has_hopper_kernels(self._target.arch)
-        return self.run(own if own is not None and is_own else step, operands, {})
+        output, log_sum, *_counter = self.run(own if own is not None and is_own else step, operands, {})
+        return output, log_sum
 
     def run(self, step: Step, operands: Tensors, made: Mapping[str, torch.Tensor]) -> Tensors:
         """Run one launch and return the arrays that it writes."""
@@ -461,7 +462,7 @@ class BoundRegion:
         given = []
         for x, spec in zip(step.inputs, step.launch.inputs, strict=True):
             if isinstance(x, str) and x.startswith("zeros_"):
-                dtype, device = TENSOR_DTYPES[jnp.dtype(spec.dtype)], made["output"].device
+                dtype, device = TENSOR_DTYPES[jnp.dtype(spec.dtype)], operands[0].device
                 given.append(torch.zeros(spec.shape, dtype=dtype, device=device))
             else:
                 given.append(made[x] if isinstance(x, str) else operands[x])

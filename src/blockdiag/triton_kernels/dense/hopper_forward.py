@@ -1,0 +1,490 @@
+"""Template in Gluon of the forward kernel for Hopper that streams keys and values through shared memory.
+
+An item is a tile of 128 queries of one line, the sequence at one combination of batch indices. Programs stay on their
+multiprocessors and take items from a shared counter until none is left, so that loads of the next item overlap the
+products of the last one. For each item a program visits the chunks of keys that the queries see.
+
+| warps | function | work |
+|---|---|---|
+| 4 + 4 | `compute` | 64 queries each: products, softmax, results |
+| 1 | `load` | take items, read lists, load queries, keys and values into rings of slots |
+
+A compute group starts the scores of a chunk before the value product of the chunk before. That value product then
+runs while the exponentials of the chunk are computed, as in FlashAttention-3 (Shah et al., 2024). Chunks that masks
+touch come first.
+
+The caller passes `FUNCTIONS`, generated for a region:
+
+| function | returns |
+|---|---|
+| place(cell) | all batch indices, from the index of a line |
+| query_at, key_at, ... (place, first) | the row and the column of an array's tile that starts at `first` |
+| row_at(place) | the offset of the line's first element in arrays [batch.., queries] |
+| line_at(place) | the index of the line's lists of chunks |
+| walk(p_counts, p_tiles, line) | what `tile_at` needs to know about a list |
+| tile_at(p_tiles, line, walk, at) | the chunk at a place of a list |
+| rows(arrays, place, r_q) | the positions of queries, and the per-query numbers that scores need |
+| score, plain_score (rows, arrays, place, r_k, products) | scores, with masks and without, divided by the factor |
+| weight(rows, arrays, place) | a per-query factor of results |
+| offsets(place, r_q, r_c) | the offsets of results in memory |
+
+`products` are those of queries and keys.
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from blockdiag.triton_kernels.launch.gluon_names import thread_barrier, tma_load, tma_store
+from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
+from blockdiag.triton_kernels.parts.resident_tiles import partial_sums
+
+# Items that `load` announces ahead of `compute`, and the warps of a compute group.
+AHEAD = gl.constexpr(2)
+WARPS = gl.constexpr(4)
+# The fewest registers per thread that hardware allows, so that each computing thread gets 240.
+FEW_REGISTERS = gl.constexpr(24)
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """Generated device functions; the module's docstring describes them."""
+
+    place: Any
+    query_at: Any
+    key_at: Any
+    value_at: Any
+    output_at: Any
+    row_at: Any
+    line_at: Any
+    walk: Any
+    tile_at: Any
+    rows: Any
+    score: Any
+    plain_score: Any
+    weight: Any
+    offsets: Any
+
+
+@dataclass(frozen=True)
+class ForwardShape:
+    """Static properties of a launch.
+
+    Attributes:
+        rows, chunk: queries per item, and keys per chunk.
+        features, columns: the head dimensions of queries and of values.
+        slots: slots of the ring of keys, and of the ring of values.
+        query_slots: slots for tiles of queries.
+        query_tiles, chunks: tiles of queries, and chunks of keys, per line.
+        lines: the number of lines.
+        together: the number of lines whose items are taken in turns.
+        masks: which of the visited chunks masks touch: "none", "all" or "some".
+        is_listed: whether lists say which chunks the queries see; otherwise they see all.
+        exit: where results are staged for the copy engine: "query" (the slot of the item's queries) or "own"; or
+            "none": threads store them directly.
+        unit: what converts results of `score` to exponents of 2.
+        no_key: `score` is at most this number where a mask hides the key.
+        has_weight: whether results are multiplied by `weight`.
+        takes_turns: whether the groups compute exponentials in turns.
+    """
+
+    rows: int
+    chunk: int
+    features: int
+    columns: int
+    slots: int
+    query_slots: int
+    query_tiles: int
+    chunks: int
+    lines: int
+    together: int
+    masks: str
+    is_listed: bool
+    exit: str
+    unit: float
+    no_key: float
+    has_weight: bool
+    takes_turns: bool
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers of a program.
+
+    Attributes:
+        tiles: the number of the chunk in each slot of keys.
+        items, masked, live: announced items, each with its number of chunks that masks touch, and of all its chunks.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    exit: Any
+    tiles: Any
+    items: Any
+    masked: Any
+    live: Any
+    query_full: Any
+    query_empty: Any
+    key_full: Any
+    key_empty: Any
+    value_full: Any
+    value_empty: Any
+    item_full: Any
+    item_empty: Any
+    turns: Any
+
+
+@gluon.jit
+def read_number(memory):
+    """Return the only element of a buffer."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(memory.load(LINE), 0)
+
+
+@gluon.jit
+def write_number(memory, number):
+    """Write the only element of a buffer, in a function of one warp."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    memory.store(gl.full([1], number, gl.int32, LINE))
+
+
+@gluon.jit
+def announce(memory, count, item, masked, live):
+    """Tell the compute groups which item comes next."""
+    slot = count % AHEAD
+    mbarrier.wait(memory.item_empty.index(slot), count // AHEAD % 2 ^ 1)
+    write_number(memory.items.index(slot), item)
+    write_number(memory.masked.index(slot), masked)
+    write_number(memory.live.index(slot), live)
+    thread_barrier()
+    mbarrier.arrive(memory.item_full.index(slot), count=1)
+
+
+@gluon.jit
+def next_item(memory, count):
+    """Return item number `count` of the program, its number of chunks that masks touch, and of all its chunks."""
+    slot = count % AHEAD
+    mbarrier.wait(memory.item_full.index(slot), count // AHEAD % 2)
+    item = read_number(memory.items.index(slot))
+    masked = read_number(memory.masked.index(slot))
+    live = read_number(memory.live.index(slot))
+    thread_barrier()
+    mbarrier.arrive(memory.item_empty.index(slot), count=1)
+    return item, masked, live
+
+
+@gluon.jit
+def place_of(item, SHAPE: gl.constexpr):
+    """Return the line and the query tile of an item.
+
+    If there are lists, the last tiles of a few lines come first, because under a causal mask they take longest. Keys
+    and values of these lines must fit into L2.
+    """
+    if SHAPE.is_listed:
+        EACH: gl.constexpr = SHAPE.together * SHAPE.query_tiles
+        first = item // EACH * SHAPE.together
+        lines = gl.minimum(SHAPE.together, SHAPE.lines - first)
+        line = first + item % EACH % lines
+        tile = SHAPE.query_tiles - 1 - item % EACH // lines
+    else:
+        line = item // SHAPE.query_tiles
+        tile = item % SHAPE.query_tiles
+    return line, tile
+
+
+@gluon.jit
+def load(memory, query, key, value, p_counts, p_tiles, p_counter, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+    """Take items, announce them, and load their queries, keys and values."""
+    SLOTS: gl.constexpr = SHAPE.slots
+    QUERY_SLOTS: gl.constexpr = SHAPE.query_slots
+    number = 0
+    count = 0
+    item = gl.program_id(0)
+    while item < SHAPE.lines * SHAPE.query_tiles:
+        cell, tile = place_of(item, SHAPE)
+        place = FUNCTIONS.place(cell)
+        line = 0
+        full = 0
+        live = SHAPE.chunks
+        if SHAPE.is_listed:
+            line = FUNCTIONS.line_at(place) * SHAPE.query_tiles + tile
+            full = gl.load(p_counts + line * 2)
+            live = gl.load(p_counts + line * 2 + 1)
+        announce(memory, count, item, live - full, live)
+        slot = count % QUERY_SLOTS
+        mbarrier.wait(memory.query_empty.index(slot), count // QUERY_SLOTS % 2 ^ 1)
+        mbarrier.expect(memory.query_full.index(slot), SHAPE.rows * SHAPE.features * 2)
+        row, column = FUNCTIONS.query_at(place, tile * SHAPE.rows)
+        tma_load(query, [row, column], memory.query_full.index(slot), memory.query.index(slot))
+        walk = FUNCTIONS.walk(p_counts, p_tiles, line)
+        following = item
+        for at in range(gl.maximum(live, 1)):
+            chunk = at
+            if SHAPE.is_listed:
+                # Lists have full tiles first.
+                chunk = FUNCTIONS.tile_at(p_tiles, line, walk, gl.where(at < live - full, at + full, at + full - live))
+            slot = number % SLOTS
+            mbarrier.wait(memory.key_empty.index(slot), number // SLOTS % 2 ^ 1)
+            if SHAPE.is_listed:
+                write_number(memory.tiles.index(slot), chunk)
+                thread_barrier()
+            mbarrier.expect(memory.key_full.index(slot), SHAPE.chunk * SHAPE.features * 2)
+            row, column = FUNCTIONS.key_at(place, chunk * SHAPE.chunk)
+            tma_load(key, [row, column], memory.key_full.index(slot), memory.key.index(slot))
+            mbarrier.wait(memory.value_empty.index(slot), number // SLOTS % 2 ^ 1)
+            mbarrier.expect(memory.value_full.index(slot), SHAPE.chunk * SHAPE.columns * 2)
+            row, column = FUNCTIONS.value_at(place, chunk * SHAPE.chunk)
+            tma_load(value, [row, column], memory.value_full.index(slot), memory.value.index(slot))
+            number += 1
+            if at == 0:
+                # The first loads are under way while this waits for memory.
+                following = gl.atomic_add(p_counter, 1, sem="relaxed") + gl.num_programs(0)
+        count += 1
+        item = following
+    announce(memory, count, item, 0, 0)
+
+
+@gluon.jit
+def start_scores(memory, query, number, b_none, SHAPE: gl.constexpr):
+    """Start the products of queries with chunk `number`."""
+    slot = number % SHAPE.slots
+    mbarrier.wait(memory.key_full.index(slot), number // SHAPE.slots % 2)
+    return warpgroup_mma(query, memory.key.index(slot).permute((1, 0)), b_none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def finish_scores(memory, arrays, place, rows, b_products, number, at, masked, UNDER_WAY: gl.constexpr,
+                  FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+    """Return the scores of chunk `number`, which is number `at` of its item, and free its slot.
+
+    It waits until all but UNDER_WAY products have completed. Masks touch the first `masked` chunks of the item.
+    """
+    CHUNK: gl.constexpr = SHAPE.chunk
+    slot = number % SHAPE.slots
+    chunk = at
+    if SHAPE.is_listed:
+        chunk = read_number(memory.tiles.index(slot))
+    b_products = warpgroup_mma_wait(UNDER_WAY, deps=[b_products])
+    r_k = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, b_products.type.layout))
+    thread_barrier()
+    mbarrier.arrive(memory.key_empty.index(slot), count=1)
+    if SHAPE.masks == "some":
+        # A branch, not two loops: in two loops the compiler would pack and unpack weights in each step.
+        if at < masked:
+            b_score = FUNCTIONS.score(rows, arrays, place, r_k, b_products)
+        else:
+            b_score = FUNCTIONS.plain_score(rows, arrays, place, r_k, b_products)
+    elif SHAPE.masks == "all":
+        b_score = FUNCTIONS.score(rows, arrays, place, r_k, b_products)
+    else:
+        b_score = FUNCTIONS.plain_score(rows, arrays, place, r_k, b_products)
+    return b_score
+
+
+@gluon.jit
+def weigh(memory, b_score, b_largest, number, GROUP: gl.constexpr, SHAPE: gl.constexpr):
+    """Return the weights of a chunk relative to the largest score, and that score as an exponent of 2."""
+    # Rows that have seen no key yet count from 0.
+    b_base = gl.where(b_largest <= SHAPE.no_key, 0.0, b_largest) * SHAPE.unit
+    if SHAPE.takes_turns:
+        # One group computes exponentials while the other one's products are in flight.
+        mbarrier.wait(memory.turns.index(GROUP), number % 2 ^ (1 - GROUP))
+    b_power = gl.exp2(b_score * SHAPE.unit - gl.expand_dims(b_base, 1))
+    if SHAPE.takes_turns:
+        mbarrier.arrive(memory.turns.index(1 - GROUP), count=1)
+    return b_power, b_base
+
+
+@gluon.jit
+def start_values(memory, b_weights, b_output, number, SHAPE: gl.constexpr):
+    """Start the product of weights with the values of chunk `number`."""
+    slot = number % SHAPE.slots
+    mbarrier.wait(memory.value_full.index(slot), number // SHAPE.slots % 2)
+    return warpgroup_mma(b_weights, memory.value.index(slot), b_output, is_async=True)
+
+
+@gluon.jit
+def finish_values(memory, b_output, number, SHAPE: gl.constexpr):
+    """Return the sum of value products once all have completed, and free the slot of chunk `number`."""
+    b_output = warpgroup_mma_wait(0, deps=[b_output])
+    thread_barrier()
+    mbarrier.arrive(memory.value_empty.index(number % SHAPE.slots), count=1)
+    return b_output
+
+
+@gluon.jit
+def step(memory, arrays, place, rows, query, number, at, masked, b_output, b_weights, b_largest, b_total, b_none,
+         GROUP: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+    """Compute scores and weights of chunk `number`, and add the value product of the chunk before."""
+    R: gl.constexpr = b_output.type.layout
+    P: gl.constexpr = gl.SliceLayout(1, b_total.type.layout)
+    b_products = start_scores(memory, query, number, b_none, SHAPE)
+    b_output = start_values(memory, b_weights, b_output, number - 1, SHAPE)
+    b_score = finish_scores(memory, arrays, place, rows, b_products, number, at, masked, 1, FUNCTIONS, SHAPE)
+    b_last = b_largest
+    b_largest = gl.maximum(b_last, gl.max(b_score, 1))
+    b_power, b_base = weigh(memory, b_score, b_largest, number, GROUP, SHAPE)
+    b_shrink = gl.exp2(b_last * SHAPE.unit - b_base)
+    b_total = b_total * gl.expand_dims(gl.convert_layout(b_shrink, P), 1) + partial_sums(b_power)
+    b_weights = gl.convert_layout(b_power.to(memory.query.dtype), gl.DotOperandLayout(0, R, 2))
+    b_output = finish_values(memory, b_output, number - 1, SHAPE)
+    b_output = b_output * gl.expand_dims(gl.convert_layout(b_shrink, gl.SliceLayout(1, R)), 1)
+    return b_output, b_weights, b_largest, b_total
+
+
+@gluon.jit
+def free_query(memory, count, SHAPE: gl.constexpr):
+    """Free the queries' slot of item `count`, from which results have been stored."""
+    tma.store_wait(0)
+    thread_barrier()
+    mbarrier.arrive(memory.query_empty.index(count % SHAPE.query_slots), count=1)
+
+
+@gluon.jit
+def compute(memory, output, p_output, p_log_sum, arrays, GROUP: gl.constexpr, FUNCTIONS: gl.constexpr,
+            SHAPE: gl.constexpr):
+    """Compute the results of 64 queries of each item."""
+    HALF: gl.constexpr = SHAPE.rows // 2
+    CHUNK: gl.constexpr = SHAPE.chunk
+    COLUMNS: gl.constexpr = SHAPE.columns
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
+    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
+    dtype: gl.constexpr = memory.query.dtype
+    b_none = gl.zeros([HALF, CHUNK], gl.float32, S)
+    number = 0
+    count = 0
+    item, masked, live = next_item(memory, count)
+    while item < SHAPE.lines * SHAPE.query_tiles:
+        cell, tile = place_of(item, SHAPE)
+        place = FUNCTIONS.place(cell)
+        first = tile * SHAPE.rows + GROUP * HALF
+        r_q = first + gl.arange(0, HALF, gl.SliceLayout(1, S))
+        rows = FUNCTIONS.rows(arrays, place, r_q)
+        slot = count % SHAPE.query_slots
+        mbarrier.wait(memory.query_full.index(slot), count // SHAPE.query_slots % 2)
+        query = memory.query.index(slot).slice(GROUP * HALF, HALF)
+        b_products = start_scores(memory, query, number, b_none, SHAPE)
+        if SHAPE.exit == "query" and SHAPE.query_slots > 1:
+            if count > 0:
+                free_query(memory, count - 1, SHAPE)
+        # Masks are applied to a line without live tiles too.
+        masked = gl.maximum(masked, 1)
+        b_score = finish_scores(memory, arrays, place, rows, b_products, number, 0, masked, 0, FUNCTIONS, SHAPE)
+        b_largest = gl.max(b_score, 1)
+        b_power, _b_base = weigh(memory, b_score, b_largest, number, GROUP, SHAPE)
+        b_total = partial_sums(b_power)
+        b_weights = gl.convert_layout(b_power.to(dtype), gl.DotOperandLayout(0, R, 2))
+        b_output = gl.zeros([HALF, COLUMNS], gl.float32, R)
+        visits = gl.maximum(live, 1)
+        for at in range(1, visits):
+            b_output, b_weights, b_largest, b_total = step(
+                memory, arrays, place, rows, query, number + at, at, masked, b_output, b_weights, b_largest, b_total,
+                b_none, GROUP, FUNCTIONS, SHAPE)
+        number += visits
+        b_output = start_values(memory, b_weights, b_output, number - 1, SHAPE)
+        b_output = finish_values(memory, b_output, number - 1, SHAPE)
+        b_sum = gl.convert_layout(gl.sum(b_total, 1), gl.SliceLayout(1, S))
+        # Rows without keys are 0.
+        is_empty = (b_sum == 0) | (live == 0)
+        b_norm = gl.expand_dims(gl.convert_layout(gl.where(is_empty, 0.0, 1.0 / b_sum), gl.SliceLayout(1, R)), 1)
+        # A selection, not a product: an unseen value may be NaN.
+        b_output = gl.where(b_norm == 0.0, 0.0, b_output * b_norm)
+        if SHAPE.has_weight:
+            b_weight = FUNCTIONS.weight(rows, arrays, place)
+            b_output = b_output * gl.expand_dims(gl.convert_layout(b_weight, gl.SliceLayout(1, R)), 1)
+        store(memory, output, p_output, b_output, place, first, query, count, GROUP, FUNCTIONS, SHAPE)
+        b_log_sum = gl.where(is_empty, float("-inf"), (b_largest * SHAPE.unit + gl.log2(b_sum)) * LN_2)
+        gl.store(p_log_sum + (FUNCTIONS.row_at(place) + r_q), b_log_sum)
+        count += 1
+        item, masked, live = next_item(memory, count)
+    if SHAPE.exit != "none":
+        tma.store_wait(0)
+
+
+@gluon.jit
+def store(memory, output, p_output, b_output, place, first, query, count, GROUP: gl.constexpr,
+          FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+    """Store the results of an item, and free its queries unless results are staged in their slot."""
+    HALF: gl.constexpr = SHAPE.rows // 2
+    COLUMNS: gl.constexpr = SHAPE.columns
+    R: gl.constexpr = b_output.type.layout
+    if SHAPE.exit == "none":
+        thread_barrier()
+        mbarrier.arrive(memory.query_empty.index(count % SHAPE.query_slots), count=1)
+        # Four threads have 32 contiguous bytes.
+        r_q = first + gl.arange(0, HALF, gl.SliceLayout(1, R))
+        gl.store(p_output + FUNCTIONS.offsets(place, r_q, gl.arange(0, COLUMNS, gl.SliceLayout(0, R))), b_output)
+    else:
+        row, column = FUNCTIONS.output_at(place, first)
+        if SHAPE.exit == "query":
+            staged = query
+        else:
+            staged = memory.exit.slice(GROUP * HALF, HALF)
+            free_query(memory, count, SHAPE)
+        staged.store(b_output.to(memory.query.dtype))
+        fence_async_shared()
+        thread_barrier()
+        tma_store(output, [row, column], staged)
+        if SHAPE.exit == "query" and SHAPE.query_slots == 1:
+            free_query(memory, count, SHAPE)
+
+
+@gluon.jit
+def streamed_forward(query, key, value, output, p_output, arrays, p_counts, p_tiles, p_log_sum, p_counter,
+                     FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+    """Compute results and log-sum-exps of the program's items.
+
+    `arrays` are pointers to the arrays that the generated functions read. `p_counter` counts the items that programs
+    have taken, apart from the first item of each.
+    """
+    SLOTS: gl.constexpr = SHAPE.slots
+    QUERY_SLOTS: gl.constexpr = SHAPE.query_slots
+    ROWS: gl.constexpr = SHAPE.rows
+    CHUNK: gl.constexpr = SHAPE.chunk
+    FEATURES: gl.constexpr = SHAPE.features
+    COLUMNS: gl.constexpr = SHAPE.columns
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    query_ring = gl.allocate_shared_memory(query.dtype, [QUERY_SLOTS, ROWS, FEATURES], query.layout)
+    key_ring = gl.allocate_shared_memory(query.dtype, [SLOTS, CHUNK, FEATURES], key.layout)
+    value_ring = gl.allocate_shared_memory(query.dtype, [SLOTS, CHUNK, COLUMNS], value.layout)
+    exit_memory = query_ring
+    if SHAPE.exit == "own":
+        exit_memory = gl.allocate_shared_memory(query.dtype, [ROWS, COLUMNS], output.layout)
+    items = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
+    masked = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
+    live = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
+    tiles = items
+    if SHAPE.is_listed:
+        tiles = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], PLAIN)
+    item_full = make_barriers(AHEAD, 1)
+    turns = item_full
+    if SHAPE.takes_turns:
+        turns = make_barriers(2, 1)
+    memory = Memory(query_ring, key_ring, value_ring, exit_memory, tiles, items, masked, live,
+                    make_barriers(QUERY_SLOTS, 1), make_barriers(QUERY_SLOTS, 2), make_barriers(SLOTS, 1),
+                    make_barriers(SLOTS, 2), make_barriers(SLOTS, 1), make_barriers(SLOTS, 2), item_full,
+                    make_barriers(AHEAD, 2), turns)
+    fence_async_shared()
+    thread_barrier()
+    gl.warp_specialize(
+        [
+            (compute, (memory, output, p_output, p_log_sum, arrays, 0, FUNCTIONS, SHAPE)),
+            (compute, (memory, output, p_output, p_log_sum, arrays, 1, FUNCTIONS, SHAPE)),
+            (load, (memory, query, key, value, p_counts, p_tiles, p_counter, FUNCTIONS, SHAPE)),
+        ],
+        [4, 1],
+        [240, FEW_REGISTERS],
+    )

@@ -1,0 +1,136 @@
+"""Tests of the streamed forward kernel of Hopper: results, barriers, several items per program, and compilation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import fuse
+from blockdiag.fusion.lowering import streamed_schedule
+from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.triton_kernels.launch import plan as launch_plan
+from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
+from tests.fusion.codegen.test_gluon import assert_exact, assert_same_nan_of_rows, launched  # noqa: F401
+from tests.fusion.gluon_interpreter import interpret_gluon
+from tests.fusion.gluon_protocol import Slow
+from tests.fusion.streamed_cases import CASES
+from tests.fusion.thresholds import lifted
+from tests.triton_kernels.plans_support import report_of
+
+NAME = "fused_forward_streamed"
+STREAMED = [name for name, case in CASES.items() if case.streams]
+
+
+@pytest.fixture(autouse=True)
+def small_calls():
+    with lifted(streamed_schedule):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Let programs take several items."""
+    monkeypatch.setitem(launch_plan._USUAL_MULTIPROCESSORS, 90, 2)
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_streamed_kernels_match_float32(name, launched):  # noqa: F811
+    case = CASES[name]
+    # Other kernels compute the gradients, and their residuals have the same form in all cases.
+    assert_exact(case, fuse(case.function, implementation="triton"), has_gradients=name in ("cross", "far_away"))
+    assert {x for x in launched if x.startswith("fused_forward")} == {NAME}
+
+
+def test_streamed_kernel_with_nan_in_a_query_gives_nan_where_xla_does(launched):  # noqa: F811
+    case = CASES["clipped"]
+    inputs = case.inputs()
+    inputs["query"] = inputs["query"].at[0, 5, 0, 3].set(jnp.nan)
+    assert assert_same_nan_of_rows(case.function, inputs) == inputs["value"].shape[-1]
+    assert NAME in launched
+
+
+def launch_of(name):
+    """Return the streamed launch of a case."""
+    inner, change = triton_fused.arranged(CASES[name].region())
+    found = []
+
+    def trace(leaves, value):
+        arrays = triton_fused.arrays_by_name(change, leaves, value)
+        kernel = triton_fused.own_forward_kernel(inner, arrays)
+        found.append(kernel.launch([TensorSpec(x.shape, x.dtype.name) for x in kernel.given(arrays)]))
+
+    leaves = [jax.ShapeDtypeStruct(x.source.shape, x.source.dtype) for x in inner.leaves]
+    jax.eval_shape(trace, leaves, jax.ShapeDtypeStruct(inner.value.shape, inner.value.dtype))
+    return found[0]
+
+
+def arrays_of(name):
+    """Return the arrays of the streamed launch of a case without lists and without other operands."""
+    inputs = CASES[name].inputs()
+    return [*(np.asarray(inputs[x]) for x in ("query", "key", "value")), np.zeros(1, np.int32)]
+
+
+# The delays, in seconds, of the partitions: the two compute groups, and load.
+SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE = (0, 0, 1e-2), (1e-2, 0, 0), (3e-3, 3e-3, 0)
+
+
+@pytest.mark.parametrize("naps", [SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE])
+@pytest.mark.parametrize("name", ["cross", "wide", "narrow", "much_wider_values"])
+def test_streamed_kernel_gives_the_same_bits_whichever_warps_are_slow(name, naps):
+    plan = launch_of(name).plan(Target.for_arch(90))
+    one = interpret_gluon(plan, *arrays_of(name))
+    other = interpret_gluon(plan, *arrays_of(name), chance=Slow(*naps))
+    assert np.isfinite(one[0].astype(np.float32)).all()
+    for x, y in zip(one, other, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("lines", "changed", "naps"),
+    [
+        # The wait for keys is missing.
+        ("    mbarrier.wait(memory.key_full.index(slot), number // SHAPE.slots % 2)\n", "", SLOW_LOAD),
+        # The wait for queries is missing.
+        ("        mbarrier.wait(memory.query_full.index(slot), count // SHAPE.query_slots % 2)\n", "", SLOW_LOAD),
+        # The slot of values is freed before the product that reads it has completed.
+        (
+            "    b_output = warpgroup_mma_wait(0, deps=[b_output])\n    thread_barrier()\n"
+            "    mbarrier.arrive(memory.value_empty.index(number % SHAPE.slots), count=1)\n",
+            "    mbarrier.arrive(memory.value_empty.index(number % SHAPE.slots), count=1)\n"
+            "    b_output = warpgroup_mma_wait(0, deps=[b_output])\n",
+            SLOW_COMPUTE,
+        ),
+        # Queries are overwritten by those of a later item before results are stored from their slot.
+        ("    tma.store_wait(0)\n    thread_barrier()\n", "    thread_barrier()\n", SLOW_COMPUTE),
+        # An announced item is overwritten before both groups have read it.
+        ("    mbarrier.wait(memory.item_empty.index(slot), count // AHEAD % 2 ^ 1)\n", "", SLOW_GROUP),
+        # The slot of keys is never freed.
+        ("    mbarrier.arrive(memory.key_empty.index(slot), count=1)\n", "", SLOW_LOAD),
+    ],
+)  # fmt: skip
+def test_missing_waits_of_the_streamed_kernel_are_detected(lines, changed, naps):
+    plan = launch_of("cross").plan(Target.for_arch(90))
+    right = interpret_gluon(plan, *arrays_of("cross"))
+
+    def change(template):
+        assert lines in template
+        return template.replace(lines, changed)
+
+    try:
+        found = interpret_gluon(plan, *arrays_of("cross"), chance=Slow(*naps), change=change)
+        is_noticed = not all(np.array_equal(x, y) for x, y in zip(found, right, strict=True))
+    except AssertionError:
+        # The interpreter detects a barrier in the wrong phase, memory that is filled before it is read, and deadlocks.
+        is_noticed = True
+    assert is_noticed
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "cross" else []) for name in STREAMED]
+)
+def test_streamed_kernels_fit_hopper(name):
+    report = report_of(launch_of(name).plan(Target.for_arch(90)), 90)
+    assert report.name == NAME and report.shared_bytes <= report.shared_limit
+    assert report.spill_bytes == 0 and not report.local_accesses, str(report)
+    assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
