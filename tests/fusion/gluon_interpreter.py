@@ -174,8 +174,14 @@ class _Engine:
     # The copy engine
 
     def load(self, source: View, at: Sequence[int], barrier: CopyBarrier, memory: Shared) -> None:
-        memory.store(array(source.tile(at)))
-        barrier.land(memory.values.nbytes)
+        tile = array(source.tile(at))
+
+        def land() -> None:
+            memory.store(tile)
+            barrier.land(memory.values.nbytes)
+
+        # Copies may end in another order than the one in which they were started.
+        self.warps.later(land)
 
     def store(self, target: View, at: Sequence[int], memory: Shared) -> None:
         def copy() -> None:

@@ -119,6 +119,8 @@ class Warps:
         self.changed = threading.Condition()
         self.naps: dict[int, float] = {}
         self.running = 0
+        # The copies that were started, and how many of them are in flight.
+        self.copies, self.in_flight = 0, 0
         self.waiting: dict[int, tuple[Barrier, int]] = {}
         self.is_stuck = False
 
@@ -153,10 +155,30 @@ class Warps:
         if most := self.naps.get(threading.get_ident()):
             time.sleep(most * self.chance.random())
 
+    def later(self, land: Callable[[], None]) -> None:
+        """End a copy that the calling warp has started. If the warp is slow, every other copy ends late."""
+        self.copies += 1
+        most = self.naps.get(threading.get_ident())
+        if not most or self.copies % 2 == 0:
+            land()
+            return
+
+        def wait_and_land() -> None:
+            # Later than the next copies of the warp, which is slow at the barriers before them.
+            time.sleep(8 * most * self.chance.random())
+            land()
+            with self.changed:
+                self.in_flight -= 1
+                self.look()
+
+        with self.changed:
+            self.in_flight += 1
+        threading.Thread(target=wait_and_land).start()
+
     def look(self) -> None:
         """Record whether no warp can continue, and wake the waiting ones."""
         are_stuck = all(barrier.phase % 2 == parity for barrier, parity in self.waiting.values())
-        self.is_stuck |= 0 < self.running == len(self.waiting) and are_stuck
+        self.is_stuck |= 0 < self.running == len(self.waiting) and are_stuck and not self.in_flight
         self.changed.notify_all()
 
 

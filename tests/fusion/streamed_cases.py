@@ -195,6 +195,7 @@ _GROUPED = {"query": (2, 256, 2, 3, 128), "key": (2, 512, 2, 128), "value": (2, 
 _DIFFERENTIAL = dict.fromkeys(("query", "key"), (1, 512, 2, 1, 64)) | {"value": (1, 512, 1, 128)}
 CASES = {
     "cross": Streamed(attend, _shapes(2, 128, 640, 3, 128)),
+    "one_chunk": Streamed(attend, _shapes(2, 256, 128, 2, 128)),
     "clipped": Streamed(clipped, _shapes(2, 128, 640, 3, 128)),
     "wide_values": Streamed(attend, _shapes(1, 256, 256, 2, 128, 256)),
     "wide": Streamed(attend, _shapes(1, 256, 512, 1, 256)),
@@ -218,6 +219,10 @@ CASES = {
     "documents": Streamed(documents, _shapes(3, 640, 640, 2, 128) | {"segment": (3, 640)}),
     "padded": Streamed(padded, _shapes(4, 128, 640, 2, 128) | {"length": (4,)}),
     "narrow": Streamed(attend, _shapes(1, 128, 512, 2, 64)),
+    "ninety_six": Streamed(causal, _shapes(1, 384, 384, 3, 96)),
+    "latent": Streamed(causal, _shapes(1, 384, 384, 2, 192, 128)),
+    "three_halves": Streamed(attend, _shapes(1, 256, 384, 2, 192)),
+    "three_halves_wide_result": Streamed(wide_result, _shapes(1, 256, 256, 1, 192)),
     "narrow_causal": Streamed(causal, _shapes(2, 384, 384, 3, 64)),
     "causal_soft_cap": Streamed(causal_soft_cap, _shapes(1, 384, 384, 1, 128)),
     "causal_wide": Streamed(causal, _shapes(1, 384, 384, 2, 256)),

@@ -5,6 +5,7 @@ template calls. They locate tiles, read lists of chunks, and compute scores. See
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -20,7 +21,7 @@ from blockdiag.fusion.ir.layout import shape_of
 from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Region
 from blockdiag.fusion.lowering.hopper import ROWS
-from blockdiag.fusion.lowering.streamed_schedule import Streamed, streamed
+from blockdiag.fusion.lowering.streamed_schedule import Streamed, parts_of, streamed
 
 NAME = "fused_forward_streamed"
 _GROUP_ROWS = ROWS // 2
@@ -117,22 +118,36 @@ def _entry(own: _Writer) -> None:
     own.writer.depth = 0
     emit(f"FUNCTIONS = gl.constexpr(Functions({', '.join(_FUNCTIONS)}))")
     exit_memory = "none" if plan.is_wide else "own" if plan.has_exit else "query"
+    (features, *features_more), (columns, *columns_more) = parts_of(plan.features), parts_of(plan.columns)
     shape = (
-        ROWS, plan.chunk, plan.features, plan.columns, plan.slots, plan.query_slots, query_tiles,
-        region.sizes["k"] // plan.chunk, cells_of(region, region.batch), plan.together, masks, is_listed, exit_memory,
-        own.writer.factor * LOG2_E, NO_KEY / own.writer.factor, region.weight is not None, plan.takes_turns,
+        ROWS, plan.chunk, features, columns, sum(features_more), sum(columns_more), plan.slots, plan.query_slots,
+        query_tiles, region.sizes["k"] // plan.chunk, cells_of(region, region.batch), plan.together, masks, is_listed,
+        exit_memory, own.writer.factor * LOG2_E, NO_KEY / own.writer.factor, region.weight is not None,
+        plan.takes_turns,
     )  # fmt: skip
     emit(f"SHAPE = gl.constexpr(ForwardShape({', '.join(map(repr, shape))}))")
     emit()
     emit()
-    output = "p_output" if plan.is_wide else "output"
+    # The names of the descriptors. Tiles with one part have no second one.
+    names = {
+        name: f"{name}_more" if more else name
+        for name, more in zip(
+            ("query", "key", "value", "output"), (features_more, features_more, columns_more, columns_more), strict=True
+        )
+    }
+    if plan.is_wide:
+        del names["output"]
+    given = ", ".join(dict.fromkeys(itertools.chain(*names.items())))
+    output = ", p_output" if plan.is_wide else ""
     listed = "".join(f", p_{x}" for x in _LISTS) if is_listed else ""
-    print_function(own, f"def {NAME}(query, key, value, {output}{own.parameters()}{listed}, p_log_sum, p_counter):")
+    print_function(own, f"def {NAME}({given}{output}{own.parameters()}{listed}, p_log_sum, p_counter):")
+    # Without a copy engine for results, any descriptor takes the place of theirs.
+    matrices = ", ".join([*itertools.chain(*names.items()), *(["query", "query"] if plan.is_wide else [])])
     arrays = ", ".join(f"p_leaf{i}" for i in own.pointers) or "p_log_sum"
-    outputs = "query, p_output" if plan.is_wide else "output, p_log_sum"
     lists = ", ".join(f"p_{x}" for x in _LISTS) if is_listed else "p_counter, p_counter"
     emit(
-        f"streamed_forward(query, key, value, {outputs}, ({arrays},), {lists}, p_log_sum, p_counter, FUNCTIONS, SHAPE)"
+        f"streamed_forward(Matrices({matrices}), {'p_output' if plan.is_wide else 'p_log_sum'}, ({arrays},), {lists}, "
+        "p_log_sum, p_counter, FUNCTIONS, SHAPE)"
     )
 
 
@@ -156,17 +171,19 @@ def streamed_kernel(region: Region, tile: Tile, lists: Lists | None) -> HopperKe
     counter = Output("counter", ((),), (1,), "int32", starts_at_zero=True)
     read = [i for i, leaf in enumerate(leaves) if leaf in (plan.query, plan.key) or i in own.pointers]
     inputs = (*(f"leaf{i}" for i in read), "value", *listed, "zeros_counter")
-    moved = (
-        ("query", f"leaf{leaves.index(plan.query)}", places["query"].shape, (ROWS, plan.features)),
-        ("key", f"leaf{leaves.index(plan.key)}", places["key"].shape, (plan.chunk, plan.features)),
-        ("value", "value", places["value"].shape, (plan.chunk, plan.columns)),
+    arrays = {"query": f"leaf{leaves.index(plan.query)}", "key": f"leaf{leaves.index(plan.key)}", "value": "value"}
+    tiles = {"query": (ROWS, plan.features), "key": (plan.chunk, plan.features), "value": (plan.chunk, plan.columns)}
+    if not plan.is_wide:
+        arrays["output"], tiles["output"] = "output", (_GROUP_ROWS, plan.columns)
+    moved = tuple(
+        (name if i == 0 else f"{name}_more", array, places[name].shape, (tiles[name][0], part))
+        for name, array in arrays.items()
+        for i, part in enumerate(parts_of(tiles[name][1]))
     )
     pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum", "counter")
     if plan.is_wide:
         pointers = ("output", *pointers)
-    else:
-        moved = (*moved, ("output", "output", places["output"].shape, (_GROUP_ROWS, plan.columns)))
-    text = template_source("hopper_forward", "ForwardShape, Functions, streamed_forward", own.writer.lines)
+    text = template_source("hopper_forward", "ForwardShape, Functions, Matrices, streamed_forward", own.writer.lines)
     items = region.sizes["q"] // ROWS * cells_of(region, region.batch)
     source = Source(text, NAME, inputs, (*forward_outputs(region), counter), (items, 1, 1))
     return HopperKernel(source, moved, jnp.dtype(region.value.dtype).name, pointers, None, items, is_persistent=True)

@@ -28,9 +28,12 @@ from blockdiag.fusion.lowering.tile_program import value_columns
 # What a call must have at least, by the larger head dimension of queries and values: keys that a query tile sees, and
 # scores of a program that sees so many for each tile. With fewer, plain kernels are as fast on an H100 or H200: several
 # of them share a multiprocessor, and with 64 features their tiles are smaller.
-_FEWEST_KEYS = {64: 256, 128: 384, 256: 256}
-_FEWEST_SCORES = {64: 1 << 26, 128: 1 << 24, 256: 0}
-_WIDTHS = {(64, 64), (64, 128), (64, 256), (128, 128), (128, 256), (256, 256)}
+_FEWEST_KEYS = {64: 256, 96: 384, 128: 384, 192: 256, 256: 256}
+_FEWEST_SCORES = {64: 1 << 26, 96: 1 << 24, 128: 1 << 24, 192: 0, 256: 0}
+# The supported head dimensions of queries and values.
+_WIDTHS = {
+    (64, 64), (64, 128), (64, 256), (96, 96), (128, 128), (128, 256), (192, 128), (192, 192), (256, 256),
+}  # fmt: skip
 # Functions of scores that take as long as a product with 64 features.
 _COSTLY = frozenset({"tanh", "logistic", "exp", "exp2", "log", "log1p", "expm1", "erf", "sin", "cos", "pow", "div"})
 # Hopper has 50 MB of L2.
@@ -138,6 +141,12 @@ def streamed_tile(region: Region) -> Tile | None:
     has_narrow_operands = is_narrow(replace(region, dtype=region.value.dtype), found.query, found.key)
     is_stored = _is_wide(region) or region.dtype == region.value.dtype
     return tile if is_known and is_tiled and has_narrow_operands and is_stored else None
+
+
+def parts_of(width: int) -> tuple[int, ...]:
+    """Return a head dimension in parts that are powers of two, largest first; it has at most two."""
+    first = 1 << (width.bit_length() - 1)
+    return (first,) if width == first else (first, width - first)
 
 
 def _is_costly(found: OfProduct) -> bool:

@@ -13,6 +13,9 @@ A compute group starts the scores of a chunk before the value product of the chu
 runs while the exponentials of the chunk are computed, as in FlashAttention-3 (Shah et al., 2024). Chunks that masks
 touch come first.
 
+Tiles have powers of two as sizes, so a head dimension of 96 or 192 is moved and multiplied in two parts: 64 + 32, or
+128 + 64. The names of second parts end in "_more".
+
 The caller passes `FUNCTIONS`, generated for a region:
 
 | function | returns |
@@ -85,7 +88,8 @@ class ForwardShape:
 
     Attributes:
         rows, chunk: queries per item, and keys per chunk.
-        features, columns: the head dimensions of queries and of values.
+        features, columns: the head dimensions of queries and of values, or their first parts.
+        features_more, columns_more: the second parts, or 0.
         slots: slots of the ring of keys, and of the ring of values.
         query_slots: slots for tiles of queries.
         query_tiles, chunks: tiles of queries, and chunks of keys, per line.
@@ -105,6 +109,8 @@ class ForwardShape:
     chunk: int
     features: int
     columns: int
+    features_more: int
+    columns_more: int
     slots: int
     query_slots: int
     query_tiles: int
@@ -120,6 +126,19 @@ class ForwardShape:
     takes_turns: bool
 
 
+class Matrices(NamedTuple):
+    """Descriptors of the arrays that the copy engine moves, one for each part of a tile."""
+
+    query: Any
+    query_more: Any
+    key: Any
+    key_more: Any
+    value: Any
+    value_more: Any
+    output: Any
+    output_more: Any
+
+
 class Memory(NamedTuple):
     """Shared memory and barriers of a program.
 
@@ -129,9 +148,13 @@ class Memory(NamedTuple):
     """
 
     query: Any
+    query_more: Any
     key: Any
+    key_more: Any
     value: Any
+    value_more: Any
     exit: Any
+    exit_more: Any
     tiles: Any
     items: Any
     masked: Any
@@ -206,7 +229,19 @@ def place_of(item, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def load(memory, query, key, value, p_counts, p_tiles, p_counter, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+def load_parts(matrix, matrix_more, full, row, column, ring, ring_more, slot, HAS_MORE: gl.constexpr):
+    """Start copying both parts of a tile into their slots."""
+    WIDTH: gl.constexpr = ring.shape[2]
+    WHOLE: gl.constexpr = WIDTH + ring_more.shape[2] if HAS_MORE else WIDTH
+    BYTES: gl.constexpr = ring.shape[1] * WHOLE * 2
+    mbarrier.expect(full.index(slot), BYTES)
+    tma_load(matrix, [row, column], full.index(slot), ring.index(slot))
+    if HAS_MORE:
+        tma_load(matrix_more, [row, column + WIDTH], full.index(slot), ring_more.index(slot))
+
+
+@gluon.jit
+def load(memory, matrices, p_counts, p_tiles, p_counter, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Take items, announce them, and load their queries, keys and values."""
     SLOTS: gl.constexpr = SHAPE.slots
     QUERY_SLOTS: gl.constexpr = SHAPE.query_slots
@@ -226,9 +261,9 @@ def load(memory, query, key, value, p_counts, p_tiles, p_counter, FUNCTIONS: gl.
         announce(memory, count, item, live - full, live)
         slot = count % QUERY_SLOTS
         mbarrier.wait(memory.query_empty.index(slot), count // QUERY_SLOTS % 2 ^ 1)
-        mbarrier.expect(memory.query_full.index(slot), SHAPE.rows * SHAPE.features * 2)
         row, column = FUNCTIONS.query_at(place, tile * SHAPE.rows)
-        tma_load(query, [row, column], memory.query_full.index(slot), memory.query.index(slot))
+        load_parts(matrices.query, matrices.query_more, memory.query_full, row, column, memory.query, memory.query_more,
+                   slot, SHAPE.features_more > 0)
         walk = FUNCTIONS.walk(p_counts, p_tiles, line)
         following = item
         for at in range(gl.maximum(live, 1)):
@@ -241,13 +276,13 @@ def load(memory, query, key, value, p_counts, p_tiles, p_counter, FUNCTIONS: gl.
             if SHAPE.is_listed:
                 write_number(memory.tiles.index(slot), chunk)
                 thread_barrier()
-            mbarrier.expect(memory.key_full.index(slot), SHAPE.chunk * SHAPE.features * 2)
             row, column = FUNCTIONS.key_at(place, chunk * SHAPE.chunk)
-            tma_load(key, [row, column], memory.key_full.index(slot), memory.key.index(slot))
+            load_parts(matrices.key, matrices.key_more, memory.key_full, row, column, memory.key, memory.key_more, slot,
+                       SHAPE.features_more > 0)
             mbarrier.wait(memory.value_empty.index(slot), number // SLOTS % 2 ^ 1)
-            mbarrier.expect(memory.value_full.index(slot), SHAPE.chunk * SHAPE.columns * 2)
             row, column = FUNCTIONS.value_at(place, chunk * SHAPE.chunk)
-            tma_load(value, [row, column], memory.value_full.index(slot), memory.value.index(slot))
+            load_parts(matrices.value, matrices.value_more, memory.value_full, row, column, memory.value,
+                       memory.value_more, slot, SHAPE.columns_more > 0)
             number += 1
             if at == 0:
                 # The first loads are under way while this waits for memory.
@@ -258,11 +293,14 @@ def load(memory, query, key, value, p_counts, p_tiles, p_counter, FUNCTIONS: gl.
 
 
 @gluon.jit
-def start_scores(memory, query, number, b_none, SHAPE: gl.constexpr):
+def start_scores(memory, query, query_more, number, b_none, SHAPE: gl.constexpr):
     """Start the products of queries with chunk `number`."""
     slot = number % SHAPE.slots
     mbarrier.wait(memory.key_full.index(slot), number // SHAPE.slots % 2)
-    return warpgroup_mma(query, memory.key.index(slot).permute((1, 0)), b_none, use_acc=False, is_async=True)
+    b_products = warpgroup_mma(query, memory.key.index(slot).permute((1, 0)), b_none, use_acc=False, is_async=True)
+    if SHAPE.features_more > 0:
+        b_products = warpgroup_mma(query_more, memory.key_more.index(slot).permute((1, 0)), b_products, is_async=True)
+    return b_products
 
 
 @gluon.jit
@@ -309,30 +347,45 @@ def weigh(memory, b_score, b_largest, number, GROUP: gl.constexpr, SHAPE: gl.con
 
 
 @gluon.jit
-def start_values(memory, b_weights, b_output, number, SHAPE: gl.constexpr):
-    """Start the product of weights with the values of chunk `number`."""
+def start_values(memory, b_weights, b_output, b_more, number, SHAPE: gl.constexpr):
+    """Start the products of weights with the values of chunk `number`."""
     slot = number % SHAPE.slots
     mbarrier.wait(memory.value_full.index(slot), number // SHAPE.slots % 2)
-    return warpgroup_mma(b_weights, memory.value.index(slot), b_output, is_async=True)
+    b_output = warpgroup_mma(b_weights, memory.value.index(slot), b_output, is_async=True)
+    if SHAPE.columns_more > 0:
+        M: gl.constexpr = gl.DotOperandLayout(0, b_more.type.layout, 2)
+        # The fragments of weights do not depend on the number of columns, so no data moves.
+        b_more = warpgroup_mma(gl.convert_layout(b_weights, M), memory.value_more.index(slot), b_more, is_async=True)
+    return b_output, b_more
 
 
 @gluon.jit
-def finish_values(memory, b_output, number, SHAPE: gl.constexpr):
-    """Return the sum of value products once all have completed, and free the slot of chunk `number`."""
-    b_output = warpgroup_mma_wait(0, deps=[b_output])
+def finish_values(memory, b_output, b_more, number, SHAPE: gl.constexpr):
+    """Return the sums of value products once all have completed, and free the slot of chunk `number`."""
+    if SHAPE.columns_more > 0:
+        b_output, b_more = warpgroup_mma_wait(0, deps=[b_output, b_more])
+    else:
+        b_output = warpgroup_mma_wait(0, deps=[b_output])
     thread_barrier()
     mbarrier.arrive(memory.value_empty.index(number % SHAPE.slots), count=1)
-    return b_output
+    return b_output, b_more
 
 
 @gluon.jit
-def step(memory, arrays, place, rows, query, number, at, masked, b_output, b_weights, b_largest, b_total, b_none,
-         GROUP: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+def scaled(b_tile, b_factor):
+    """Return a tile times a factor of each row."""
+    R: gl.constexpr = gl.SliceLayout(1, b_tile.type.layout)
+    return b_tile * gl.expand_dims(gl.convert_layout(b_factor, R), 1)
+
+
+@gluon.jit
+def step(memory, arrays, place, rows, query, query_more, number, at, masked, b_output, b_more, b_weights,
+         b_largest, b_total, b_none, GROUP: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Compute scores and weights of chunk `number`, and add the value product of the chunk before."""
     R: gl.constexpr = b_output.type.layout
     P: gl.constexpr = gl.SliceLayout(1, b_total.type.layout)
-    b_products = start_scores(memory, query, number, b_none, SHAPE)
-    b_output = start_values(memory, b_weights, b_output, number - 1, SHAPE)
+    b_products = start_scores(memory, query, query_more, number, b_none, SHAPE)
+    b_output, b_more = start_values(memory, b_weights, b_output, b_more, number - 1, SHAPE)
     b_score = finish_scores(memory, arrays, place, rows, b_products, number, at, masked, 1, FUNCTIONS, SHAPE)
     b_last = b_largest
     b_largest = gl.maximum(b_last, gl.max(b_score, 1))
@@ -340,9 +393,11 @@ def step(memory, arrays, place, rows, query, number, at, masked, b_output, b_wei
     b_shrink = gl.exp2(b_last * SHAPE.unit - b_base)
     b_total = b_total * gl.expand_dims(gl.convert_layout(b_shrink, P), 1) + partial_sums(b_power)
     b_weights = gl.convert_layout(b_power.to(memory.query.dtype), gl.DotOperandLayout(0, R, 2))
-    b_output = finish_values(memory, b_output, number - 1, SHAPE)
-    b_output = b_output * gl.expand_dims(gl.convert_layout(b_shrink, gl.SliceLayout(1, R)), 1)
-    return b_output, b_weights, b_largest, b_total
+    b_output, b_more = finish_values(memory, b_output, b_more, number - 1, SHAPE)
+    b_output = scaled(b_output, b_shrink)
+    if SHAPE.columns_more > 0:
+        b_more = scaled(b_more, b_shrink)
+    return b_output, b_more, b_weights, b_largest, b_total
 
 
 @gluon.jit
@@ -354,12 +409,13 @@ def free_query(memory, count, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def compute(memory, output, p_output, p_log_sum, arrays, GROUP: gl.constexpr, FUNCTIONS: gl.constexpr,
+def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, FUNCTIONS: gl.constexpr,
             SHAPE: gl.constexpr):
     """Compute the results of 64 queries of each item."""
     HALF: gl.constexpr = SHAPE.rows // 2
     CHUNK: gl.constexpr = SHAPE.chunk
     COLUMNS: gl.constexpr = SHAPE.columns
+    COLUMNS_MORE: gl.constexpr = SHAPE.columns_more
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
     R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     dtype: gl.constexpr = memory.query.dtype
@@ -376,7 +432,8 @@ def compute(memory, output, p_output, p_log_sum, arrays, GROUP: gl.constexpr, FU
         slot = count % SHAPE.query_slots
         mbarrier.wait(memory.query_full.index(slot), count // SHAPE.query_slots % 2)
         query = memory.query.index(slot).slice(GROUP * HALF, HALF)
-        b_products = start_scores(memory, query, number, b_none, SHAPE)
+        query_more = memory.query_more.index(slot).slice(GROUP * HALF, HALF)
+        b_products = start_scores(memory, query, query_more, number, b_none, SHAPE)
         if SHAPE.exit == "query" and SHAPE.query_slots > 1:
             if count > 0:
                 free_query(memory, count - 1, SHAPE)
@@ -388,24 +445,47 @@ def compute(memory, output, p_output, p_log_sum, arrays, GROUP: gl.constexpr, FU
         b_total = partial_sums(b_power)
         b_weights = gl.convert_layout(b_power.to(dtype), gl.DotOperandLayout(0, R, 2))
         b_output = gl.zeros([HALF, COLUMNS], gl.float32, R)
+        b_more = 0
+        if COLUMNS_MORE > 0:
+            M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS_MORE, 16])
+            b_more = gl.zeros([HALF, COLUMNS_MORE], gl.float32, M)
         visits = gl.maximum(live, 1)
         for at in range(1, visits):
-            b_output, b_weights, b_largest, b_total = step(
-                memory, arrays, place, rows, query, number + at, at, masked, b_output, b_weights, b_largest, b_total,
-                b_none, GROUP, FUNCTIONS, SHAPE)
+            b_output, b_more, b_weights, b_largest, b_total = step(
+                memory, arrays, place, rows, query, query_more, number + at, at, masked, b_output, b_more, b_weights,
+                b_largest, b_total, b_none, GROUP, FUNCTIONS, SHAPE)
         number += visits
-        b_output = start_values(memory, b_weights, b_output, number - 1, SHAPE)
-        b_output = finish_values(memory, b_output, number - 1, SHAPE)
+        b_output, b_more = start_values(memory, b_weights, b_output, b_more, number - 1, SHAPE)
+        b_output, b_more = finish_values(memory, b_output, b_more, number - 1, SHAPE)
         b_sum = gl.convert_layout(gl.sum(b_total, 1), gl.SliceLayout(1, S))
         # Rows without keys are 0.
         is_empty = (b_sum == 0) | (live == 0)
-        b_norm = gl.expand_dims(gl.convert_layout(gl.where(is_empty, 0.0, 1.0 / b_sum), gl.SliceLayout(1, R)), 1)
-        # A selection, not a product: an unseen value may be NaN.
-        b_output = gl.where(b_norm == 0.0, 0.0, b_output * b_norm)
+        b_factor = gl.where(is_empty, 0.0, 1.0 / b_sum)
         if SHAPE.has_weight:
             b_weight = FUNCTIONS.weight(rows, arrays, place)
-            b_output = b_output * gl.expand_dims(gl.convert_layout(b_weight, gl.SliceLayout(1, R)), 1)
-        store(memory, output, p_output, b_output, place, first, query, count, GROUP, FUNCTIONS, SHAPE)
+        else:
+            b_weight = gl.full_like(b_factor, 1.0)
+        # Results are staged in the slot of the item's queries, or in a buffer that the last item's results have left.
+        if SHAPE.exit == "own":
+            free_query(memory, count, SHAPE)
+        elif SHAPE.exit == "none":
+            thread_barrier()
+            mbarrier.arrive(memory.query_empty.index(count % SHAPE.query_slots), count=1)
+        stage(memory, p_output, b_output, b_factor, b_weight, place, first, count, 0, memory.exit, GROUP, FUNCTIONS,
+              SHAPE)
+        if COLUMNS_MORE > 0:
+            stage(memory, p_output, b_more, b_factor, b_weight, place, first, count, COLUMNS, memory.exit_more, GROUP,
+                  FUNCTIONS, SHAPE)
+        if SHAPE.exit != "none":
+            fence_async_shared()
+            thread_barrier()
+            row, column = FUNCTIONS.output_at(place, first)
+            tma_store(matrices.output, [row, column], exit_of(memory.exit, count, GROUP, SHAPE))
+            if COLUMNS_MORE > 0:
+                tma_store(matrices.output_more, [row, column + COLUMNS],
+                          exit_of(memory.exit_more, count, GROUP, SHAPE))
+        if SHAPE.exit == "query" and SHAPE.query_slots == 1:
+            free_query(memory, count, SHAPE)
         b_log_sum = gl.where(is_empty, float("-inf"), (b_largest * SHAPE.unit + gl.log2(b_sum)) * LN_2)
         gl.store(p_log_sum + (FUNCTIONS.row_at(place) + r_q), b_log_sum)
         count += 1
@@ -415,36 +495,39 @@ def compute(memory, output, p_output, p_log_sum, arrays, GROUP: gl.constexpr, FU
 
 
 @gluon.jit
-def store(memory, output, p_output, b_output, place, first, query, count, GROUP: gl.constexpr,
-          FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
-    """Store the results of an item, and free its queries unless results are staged in their slot."""
+def exit_of(exit_memory, count, GROUP: gl.constexpr, SHAPE: gl.constexpr):
+    """Return the buffer in which a group's results of an item are staged."""
     HALF: gl.constexpr = SHAPE.rows // 2
-    COLUMNS: gl.constexpr = SHAPE.columns
-    R: gl.constexpr = b_output.type.layout
-    if SHAPE.exit == "none":
-        thread_barrier()
-        mbarrier.arrive(memory.query_empty.index(count % SHAPE.query_slots), count=1)
-        # Four threads have 32 contiguous bytes.
-        r_q = first + gl.arange(0, HALF, gl.SliceLayout(1, R))
-        gl.store(p_output + FUNCTIONS.offsets(place, r_q, gl.arange(0, COLUMNS, gl.SliceLayout(0, R))), b_output)
-    else:
-        row, column = FUNCTIONS.output_at(place, first)
-        if SHAPE.exit == "query":
-            staged = query
-        else:
-            staged = memory.exit.slice(GROUP * HALF, HALF)
-            free_query(memory, count, SHAPE)
-        staged.store(b_output.to(memory.query.dtype))
-        fence_async_shared()
-        thread_barrier()
-        tma_store(output, [row, column], staged)
-        if SHAPE.exit == "query" and SHAPE.query_slots == 1:
-            free_query(memory, count, SHAPE)
+    slot = 0
+    if SHAPE.exit == "query":
+        slot = count % SHAPE.query_slots
+    return exit_memory.index(slot).slice(GROUP * HALF, HALF)
 
 
 @gluon.jit
-def streamed_forward(query, key, value, output, p_output, arrays, p_counts, p_tiles, p_log_sum, p_counter,
-                     FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+def stage(memory, p_output, b_output, b_factor, b_weight, place, first, count, COLUMN: gl.constexpr, exit_memory,
+          GROUP: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+    """Scale one part of an item's results, and stage or store it. COLUMN is the part's first column."""
+    HALF: gl.constexpr = SHAPE.rows // 2
+    WIDTH: gl.constexpr = b_output.shape[1]
+    R: gl.constexpr = b_output.type.layout
+    b_norm = gl.expand_dims(gl.convert_layout(b_factor, gl.SliceLayout(1, R)), 1)
+    # A selection, not a product: an unseen value may be NaN.
+    b_output = gl.where(b_norm == 0.0, 0.0, b_output * b_norm)
+    if SHAPE.has_weight:
+        b_output = scaled(b_output, b_weight)
+    if SHAPE.exit == "none":
+        # Four threads have 32 contiguous bytes.
+        r_q = first + gl.arange(0, HALF, gl.SliceLayout(1, R))
+        r_c = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, R))
+        gl.store(p_output + FUNCTIONS.offsets(place, r_q, r_c), b_output)
+    else:
+        exit_of(exit_memory, count, GROUP, SHAPE).store(b_output.to(memory.query.dtype))
+
+
+@gluon.jit
+def streamed_forward(matrices, p_output, arrays, p_counts, p_tiles, p_log_sum, p_counter, FUNCTIONS: gl.constexpr,
+                     SHAPE: gl.constexpr):
     """Compute results and log-sum-exps of the program's items.
 
     `arrays` are pointers to the arrays that the generated functions read. `p_counter` counts the items that programs
@@ -452,17 +535,15 @@ def streamed_forward(query, key, value, output, p_output, arrays, p_counts, p_ti
     """
     SLOTS: gl.constexpr = SHAPE.slots
     QUERY_SLOTS: gl.constexpr = SHAPE.query_slots
-    ROWS: gl.constexpr = SHAPE.rows
-    CHUNK: gl.constexpr = SHAPE.chunk
-    FEATURES: gl.constexpr = SHAPE.features
-    COLUMNS: gl.constexpr = SHAPE.columns
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    query_ring = gl.allocate_shared_memory(query.dtype, [QUERY_SLOTS, ROWS, FEATURES], query.layout)
-    key_ring = gl.allocate_shared_memory(query.dtype, [SLOTS, CHUNK, FEATURES], key.layout)
-    value_ring = gl.allocate_shared_memory(query.dtype, [SLOTS, CHUNK, COLUMNS], value.layout)
+    query_ring, query_more = make_ring(matrices.query, matrices.query_more, QUERY_SLOTS, SHAPE.rows,
+                                       SHAPE.features_more > 0)
+    key_ring, key_more = make_ring(matrices.key, matrices.key_more, SLOTS, SHAPE.chunk, SHAPE.features_more > 0)
+    value_ring, value_more = make_ring(matrices.value, matrices.value_more, SLOTS, SHAPE.chunk, SHAPE.columns_more > 0)
     exit_memory = query_ring
+    exit_more = query_more
     if SHAPE.exit == "own":
-        exit_memory = gl.allocate_shared_memory(query.dtype, [ROWS, COLUMNS], output.layout)
+        exit_memory, exit_more = make_ring(matrices.output, matrices.output_more, 1, SHAPE.rows, SHAPE.columns_more > 0)
     items = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
     masked = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
     live = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
@@ -473,18 +554,29 @@ def streamed_forward(query, key, value, output, p_output, arrays, p_counts, p_ti
     turns = item_full
     if SHAPE.takes_turns:
         turns = make_barriers(2, 1)
-    memory = Memory(query_ring, key_ring, value_ring, exit_memory, tiles, items, masked, live,
-                    make_barriers(QUERY_SLOTS, 1), make_barriers(QUERY_SLOTS, 2), make_barriers(SLOTS, 1),
-                    make_barriers(SLOTS, 2), make_barriers(SLOTS, 1), make_barriers(SLOTS, 2), item_full,
-                    make_barriers(AHEAD, 2), turns)
+    memory = Memory(query_ring, query_more, key_ring, key_more, value_ring, value_more, exit_memory, exit_more, tiles,
+                    items, masked, live, make_barriers(QUERY_SLOTS, 1), make_barriers(QUERY_SLOTS, 2),
+                    make_barriers(SLOTS, 1), make_barriers(SLOTS, 2), make_barriers(SLOTS, 1), make_barriers(SLOTS, 2),
+                    item_full, make_barriers(AHEAD, 2), turns)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(
         [
-            (compute, (memory, output, p_output, p_log_sum, arrays, 0, FUNCTIONS, SHAPE)),
-            (compute, (memory, output, p_output, p_log_sum, arrays, 1, FUNCTIONS, SHAPE)),
-            (load, (memory, query, key, value, p_counts, p_tiles, p_counter, FUNCTIONS, SHAPE)),
+            (compute, (memory, matrices, p_output, p_log_sum, arrays, 0, FUNCTIONS, SHAPE)),
+            (compute, (memory, matrices, p_output, p_log_sum, arrays, 1, FUNCTIONS, SHAPE)),
+            (load, (memory, matrices, p_counts, p_tiles, p_counter, FUNCTIONS, SHAPE)),
         ],
         [4, 1],
         [240, FEW_REGISTERS],
     )
+
+
+@gluon.jit
+def make_ring(matrix, matrix_more, SLOTS: gl.constexpr, ROWS: gl.constexpr, HAS_MORE: gl.constexpr):
+    """Return the slots of both parts of tiles."""
+    ring = gl.allocate_shared_memory(matrix.dtype, [SLOTS, ROWS, matrix.block_shape[1]], matrix.layout)
+    ring_more = ring
+    if HAS_MORE:
+        ring_more = gl.allocate_shared_memory(matrix.dtype, [SLOTS, ROWS, matrix_more.block_shape[1]],
+                                              matrix_more.layout)
+    return ring, ring_more

@@ -24,6 +24,8 @@ from blockdiag.triton_kernels.launch.gluon_names import load_async, thread_barri
 from blockdiag.triton_kernels.moba.arguments import BlocksBackwardArrays, BlocksBackwardScalars
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 
+# A counter of tiles shifted right by this many bits is 0.
+FAR = gl.constexpr(28)
 STAGES = gl.constexpr(3)
 PLACES = gl.constexpr(4)
 CARRY_WARPS = gl.constexpr(4)
@@ -258,8 +260,8 @@ def compute(memory, arrays, block, key_head, start, length, own_first, own_rows,
     ss_smem = memory.score_start
     GROUP: gl.constexpr = SHAPE.group_size
     ROWS: gl.constexpr = q_smem.shape[1]
-    KEYS: gl.constexpr = k_smem.shape[0]
-    HEAD_DIM: gl.constexpr = k_smem.shape[1]
+    KEYS: gl.constexpr = k_smem.shape[1]
+    HEAD_DIM: gl.constexpr = k_smem.shape[2]
     WARPS: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = k_smem.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -279,14 +281,19 @@ def compute(memory, arrays, block, key_head, start, length, own_first, own_rows,
         mbarrier.wait(memory.full.index(used % STAGES), used // STAGES % 2)
         fence_async_shared()
         # No product is in flight at the loop's back edge, because its registers could not be moved there.
-        b_scores = warpgroup_mma_wait(0, deps=[start_product(k_smem, q_smem, ss_smem, used % STAGES, b_zero)])
+        b_scores = warpgroup_mma_wait(
+            0, deps=[start_product(k_smem.index(0), q_smem, ss_smem, used % STAGES, b_zero)])
         for at in range(tiles):
             stage = used % STAGES
+            # This is 0, but the compiler does not know it. With a constant it would compute all addresses of operands
+            # before the loop and keep them in registers.
+            zero = used >> FAR
+            key = k_smem.index(zero)
             used += 1
             q_tile = q_smem.index(stage)
             do_tile = do_smem.index(stage)
             ds_tile = memory.score_gradients.index(at % 2)
-            b_dp = start_product(v_smem, do_smem, memory.weight_start, stage, b_zero)
+            b_dp = start_product(v_smem.index(zero), do_smem, memory.weight_start, stage, b_zero)
             b_p = gl.exp2(b_scores * scale_log2)
             if SHAPE.has_mask or (at < own_tiles or length < KEYS):
                 # Mask absent keys and, in tiles of own queries, keys after the query. Own queries are consecutive, so
@@ -313,7 +320,7 @@ def compute(memory, arrays, block, key_head, start, length, own_first, own_rows,
             thread_barrier()
             b_dv = warpgroup_mma_wait(0, deps=[b_dv])
             b_dk = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, D, 2)), q_tile, b_dk, is_async=True)
-            b_dq = warpgroup_mma(ds_tile.permute((1, 0)), k_smem, b_none, use_acc=False, is_async=True)
+            b_dq = warpgroup_mma(ds_tile.permute((1, 0)), key, b_none, use_acc=False, is_async=True)
             mbarrier.wait(memory.full.index(used % STAGES), used // STAGES % 2)
             # Make the other threads' copies visible to the tensor cores.
             fence_async_shared()
@@ -321,7 +328,7 @@ def compute(memory, arrays, block, key_head, start, length, own_first, own_rows,
             mbarrier.wait(memory.part_empty.index(0), sent % 2 ^ 1)
             sent += 1
             memory.query_gradient.store((b_dq * scale).to(dtype))
-            b_next = start_product(k_smem, q_smem, ss_smem, used % STAGES, b_zero)
+            b_next = start_product(key, q_smem, ss_smem, used % STAGES, b_zero)
             thread_barrier()
             mbarrier.arrive(memory.part_full.index(0), count=1)
             mbarrier.arrive(memory.empty.index(stage), count=1)
@@ -358,8 +365,8 @@ def moba_hopper_backward(arrays: BlocksBackwardArrays, scalars: BlocksBackwardSc
     MEMORY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [gl.num_warps(), 1], [1, 0])
-    k_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], MEMORY)
-    v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], MEMORY)
+    k_smem = gl.allocate_shared_memory(dtype, [1, KEYS, HEAD_DIM], MEMORY)
+    v_smem = gl.allocate_shared_memory(dtype, [1, KEYS, HEAD_DIM], MEMORY)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], MEMORY)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], MEMORY)
     ds_smem = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], MEMORY)
@@ -372,8 +379,8 @@ def moba_hopper_backward(arrays: BlocksBackwardArrays, scalars: BlocksBackwardSc
     empty = make_barriers(STAGES, 1)
     part_full = make_barriers(1, 1)
     part_empty = make_barriers(1, 1)
-    load_key_tile(k_smem, arrays.key, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
-    load_key_tile(v_smem, arrays.value, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
+    load_key_tile(k_smem.index(0), arrays.key, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
+    load_key_tile(v_smem.index(0), arrays.value, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
