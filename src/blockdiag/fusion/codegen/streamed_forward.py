@@ -137,10 +137,14 @@ def _entry(own: _Writer) -> None:
     }
     if plan.is_wide:
         del names["output"]
-    given = ", ".join(dict.fromkeys(itertools.chain(*names.items())))
+    # The second use of the output comes last, see `_hopper_plan`.
+    given = dict.fromkeys(itertools.chain(*names.items()))
+    last = ", output_more" if given.pop("output_more", True) is None else ""
     output = ", p_output" if plan.is_wide else ""
     listed = "".join(f", p_{x}" for x in _LISTS) if is_listed else ""
-    print_function(own, f"def {NAME}({given}{output}{own.parameters()}{listed}, p_log_sum, p_counter):")
+    print_function(
+        own, f"def {NAME}({', '.join(given)}{output}{own.parameters()}{listed}, p_log_sum, p_counter{last}):"
+    )
     # Without a copy engine for results, any descriptor takes the place of theirs.
     matrices = ", ".join([*itertools.chain(*names.items()), *(["query", "query"] if plan.is_wide else [])])
     arrays = ", ".join(f"p_leaf{i}" for i in own.pointers) or "p_log_sum"

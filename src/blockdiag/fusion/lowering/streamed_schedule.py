@@ -1,8 +1,9 @@
 """Streamed schedule for Hopper: keys and values stream through shared memory while queries stay there.
 
-It applies to a softmax of a function of one product and of per-query numbers. The softmax may be scaled by other
-per-query numbers. Biases of queries by keys are excluded, because the copy engine must move all operands of a tile.
-With lists of live tiles, masks may also read per-key numbers.
+Programs are persistent: each takes one tile of queries after another. The schedule applies to a softmax of a function
+of one product and of per-query numbers. The softmax may be scaled by other per-query numbers. Biases of queries by keys
+are excluded, because the copy engine must move all operands of a tile. With lists of live tiles, masks may also read
+per-key numbers.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import numpy as np
 from blockdiag.fusion.analysis.tile_lists import Lists
 from blockdiag.fusion.ir.factors import has_keys, scores_of
 from blockdiag.fusion.ir.tile import Tile
-from blockdiag.fusion.ir.tree import Region, leaves_of, nodes_of
+from blockdiag.fusion.ir.tree import Node, Region, leaves_of, nodes_of
 from blockdiag.fusion.lowering.hopper import (
     ROWS,
     SHARED_BYTES,
@@ -25,15 +26,20 @@ from blockdiag.fusion.lowering.hopper import (
 )
 from blockdiag.fusion.lowering.tile_program import value_columns
 
-# What a call must have at least, by the larger head dimension of queries and values: keys that a query tile sees, and
+# What a call must have at least, by the head dimensions of queries and of values: keys that a query tile sees, and
 # scores of a program that sees so many for each tile. With fewer, plain kernels are as fast on an H100 or H200: several
-# of them share a multiprocessor, and with 64 features their tiles are smaller.
-_FEWEST_KEYS = {64: 256, 96: 384, 128: 384, 192: 256, 256: 256}
-_FEWEST_SCORES = {64: 1 << 26, 96: 1 << 24, 128: 1 << 24, 192: 0, 256: 0}
-# The supported head dimensions of queries and values.
-_WIDTHS = {
-    (64, 64), (64, 128), (64, 256), (96, 96), (128, 128), (128, 256), (192, 128), (192, 192), (256, 256),
-}  # fmt: skip
+# of them share a multiprocessor, and with 64 features their tiles are smaller. Timings are in 2026-11-23-fuse-streamed
+# and 2026-11-28-streamed-forward of benchmarks/results/runs; 192 was not timed. The kernel is also written for values
+# of 96 and 192, which have not run on a GPU yet.
+_FEWEST = {
+    (64, 64): (256, 1 << 26),
+    (64, 128): (2048, 0),
+    (64, 256): (512, 0),
+    (128, 128): (384, 1 << 24),
+    (128, 256): (256, 0),
+    (192, 128): (384, 1 << 24),
+    (256, 256): (256, 0),
+}
 # Functions of scores that take as long as a product with 64 features.
 _COSTLY = frozenset({"tanh", "logistic", "exp", "exp2", "log", "log1p", "expm1", "erf", "sin", "cos", "pow", "div"})
 # Hopper has 50 MB of L2.
@@ -99,11 +105,13 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     features, columns = count_of(region, query.features), count_of(region, value_columns(region))
     # The most live keys of a query tile.
     seen = region.sizes["k"] if lists is None else lists.forms[0].most * tile.columns
-    scores = seen * region.sizes["q"] * count_of(region, region.batch)
-    width, is_costly = max(features, columns), _is_costly(found)
-    if seen < _FEWEST_KEYS[width] or scores < _FEWEST_SCORES[width] or (is_costly and width == 64):
-        return None
-    if not _is_at_hand(region, lists):
+    fewest_keys, fewest_scores = _FEWEST[features, columns]
+    is_short = seen < fewest_keys or seen * region.sizes["q"] * count_of(region, region.batch) < fewest_scores
+    is_costly = _is_costly(found)
+    # Products with 64 features hide only the exponentials. With a soft cap, or with ALiBi over all keys, plain kernels
+    # are up to 16% faster.
+    is_slower = features == columns == 64 and (is_costly or (lists is None and not _is_bare(found)))
+    if is_short or is_slower or not _is_at_hand(region, lists):
         return None
     places = places_of(region, query, key)
     if places is None:
@@ -134,7 +142,7 @@ def streamed_tile(region: Region) -> Tile | None:
     if found is None or any(leaf.role in ("score", "distance") for leaf in region.leaves):
         return None
     columns = count_of(region, value_columns(region))
-    is_known = (count_of(region, found.query.features), columns) in _WIDTHS
+    is_known = (count_of(region, found.query.features), columns) in _FEWEST
     # Registers hold the scores of a chunk beside the accumulated results.
     tile = Tile(ROWS, 128 if columns <= 128 else 64)
     is_tiled = region.sizes["q"] % tile.rows == 0 and region.sizes["k"] % tile.columns == 0
@@ -149,10 +157,20 @@ def parts_of(width: int) -> tuple[int, ...]:
     return (first,) if width == first else (first, width - first)
 
 
+def _score_without_masks(found: OfProduct) -> Node | None:
+    score, plain = scores_of(found.region)[0]
+    return score if plain is None else plain
+
+
+def _is_bare(found: OfProduct) -> bool:
+    """Return whether scores without masks are the products, up to a factor."""
+    root = _score_without_masks(found)
+    return root is not None and root.leaf is found.product
+
+
 def _is_costly(found: OfProduct) -> bool:
     """Return whether scores without masks are a costly function of products."""
-    score, plain = scores_of(found.region)[0]
-    root = score if plain is None else plain
+    root = _score_without_masks(found)
     return root is not None and any(
         node.kind == "call" or (node.primitive is not None and node.primitive.name in _COSTLY)
         for node in nodes_of(root)

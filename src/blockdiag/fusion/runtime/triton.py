@@ -167,10 +167,15 @@ class FusedLaunch:
         started = [(x.name, i) for i, x in enumerate(self.source.outputs) if x.starts_at_zero]
         dtype = {"bfloat16": gl.bfloat16, "float16": gl.float16}[kernel.dtype]
         arguments: dict[str, Argument] = {}
+        last: dict[str, Argument] = {}
+        seen = set()
         for name, array, shape, block in kernel.moved:
             layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
-            arguments[name] = Descriptor(*places[array], shape=shape, block_shape=block, layout=layout)
-        arguments |= {f"p_{name}": Pointer(*places[name]) for name in kernel.pointers}
+            # jaxlib's launcher takes the second use of an output after the first uses of all outputs.
+            group = last if array in seen and places[array][0] == "output" else arguments
+            group[name] = Descriptor(*places[array], shape=shape, block_shape=block, layout=layout)
+            seen.add(array)
+        arguments |= {f"p_{name}": Pointer(*places[name]) for name in kernel.pointers} | last
         shares = 1
         if kernel.rounds is not None:
             each = kernel.each or rounds_each(kernel.rounds, kernel.tiles, target.num_sms)
