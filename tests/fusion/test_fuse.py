@@ -14,7 +14,7 @@ from blockdiag.fusion.api import trace
 from blockdiag.fusion.codegen.kernels import forward_source
 from blockdiag.fusion.gallery import VARIANTS, Sizes
 from blockdiag.fusion.ir.tile import Tile
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import arrange
 from blockdiag.fusion.runtime.block_sparsity import live_tiles
 
 SHAPE = (2, 40, 2, 16)
@@ -161,10 +161,10 @@ def _traced(variant, dtype=jnp.float32):
 
 def live_counts(name, tile, dtype=jnp.float32):
     program, (region, *_) = _traced(VARIANTS[name], dtype)
-    inner, change = triton_fused.arranged(region)
+    inner, change = arrange.arranged(region)
     known = dict(zip(program.jaxpr.jaxpr.invars, program.arguments, strict=True))
     leaves = [known.get(leaf.source.key, np.zeros(leaf.source.shape, leaf.source.dtype)) for leaf in region.leaves]
-    found = live_tiles(inner, tile, triton_fused.arrays_by_name(change, leaves, known[region.value.key]))
+    found = live_tiles(inner, tile, arrange.arrays_by_name(change, leaves, known[region.value.key]))
     return found if found is None else np.asarray(found.arrays["live_counts"])[..., 1]
 
 

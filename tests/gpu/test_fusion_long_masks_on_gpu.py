@@ -9,7 +9,7 @@ import pytest
 
 from blockdiag import fuse
 from blockdiag.fusion.analysis import tile_tables
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import kernel_choice
 from tests.fusion.analysis.test_long_masks import causal, fused_documents, masked, places
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def test_every_tile_table_form_matches_the_reference_with_gradients(mask, kind, 
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tile_tables, "_MOST_LISTED_OF_BLOCKS", 0)
-        patched.setattr(triton_fused, "live_tiles", functools.partial(watched, triton_fused.live_tiles))
+        patched.setattr(kernel_choice, "live_tiles", functools.partial(watched, kernel_choice.live_tiles))
         found = jax.jit(functools.partial(results, fuse(function, implementation="triton")))(given)
     assert kinds == {kind}
     wide = [x.astype(jnp.float32) for x in given]

@@ -7,7 +7,7 @@ import pytest
 
 from blockdiag import fuse
 from blockdiag.fusion.lowering import one_pass_schedule
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import kernel_choice
 from tests.fusion import streamed_cases
 from tests.fusion.one_pass_cases import CASES
 from tests.fusion.thresholds import lifted
@@ -46,7 +46,7 @@ def assert_exact(case, function, *, is_repeatable=True):
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.streams])
 def test_one_pass_gradients_are_as_accurate_as_the_function(name):
     case = CASES[name]
-    names = {kernel.source.name for kernel in triton_fused.kernels(case.region())}
+    names = {kernel.source.name for kernel in kernel_choice.kernels(case.region())}
     assert "fused_backward_one_pass" in names
     assert_exact(case, fuse(case.function, implementation="triton"))
 

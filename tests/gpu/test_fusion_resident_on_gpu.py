@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockdiag import fuse
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import kernel_choice
 from tests.fusion.resident_cases import CASES
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
 
@@ -48,7 +48,7 @@ def allowed(rough, exact, dtype):
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.stays])
 def test_resident_kernels_are_as_accurate_as_the_function(name):
     case = CASES[name]
-    kernel = triton_fused.kernels(case.region())[0]
+    kernel = kernel_choice.kernels(case.region())[0]
     assert kernel.on_hopper is not None
     fused = fuse(case.function, implementation="triton")
     inputs = case.inputs()

@@ -7,7 +7,7 @@ import pytest
 
 from blockdiag import fuse
 from blockdiag.fusion.lowering import streamed_schedule
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import kernel_choice
 from tests.fusion.streamed_cases import CASES, attend
 from tests.fusion.thresholds import lifted
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
@@ -25,7 +25,7 @@ def small_calls():
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.streams])
 def test_streamed_kernels_are_as_accurate_as_the_function(name):
     case = CASES[name]
-    assert "fused_forward_streamed" in {kernel.source.name for kernel in triton_fused.kernels(case.region())}
+    assert "fused_forward_streamed" in {kernel.source.name for kernel in kernel_choice.kernels(case.region())}
     fused = fuse(case.function, implementation="triton")
     inputs = case.inputs()
     whole = {x: array for x, array in inputs.items() if array.dtype.kind == "i"}

@@ -9,7 +9,7 @@ import pytest
 import triton
 
 import blockdiag
-from blockdiag.fusion.runtime.triton import FusedLaunch
+from blockdiag.fusion.runtime.launches import FusedLaunch
 from blockdiag.triton_kernels.launch import compile as compile_module
 from blockdiag.triton_kernels.launch import private_triton
 from blockdiag.triton_kernels.launch.compile import KernelCompileError, compile_plan

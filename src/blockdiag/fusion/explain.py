@@ -338,11 +338,12 @@ def _scores_outside(program: Program, regions: Sequence[Region]) -> Iterator[str
 
 
 def _report(region: Region, known: Mapping[Any, Any], sharing: Sharing | None) -> RegionReport:
+    from blockdiag.fusion.runtime import kernel_choice
     from blockdiag.fusion.runtime import triton as triton_fused
 
     common = shared(region)
     declined = triton_fused.supports(common)
-    kernels = [] if declined else triton_fused.kernels(common)
+    kernels = [] if declined else kernel_choice.kernels(common)
     tile = kernels[0].tile if kernels else Tile(64, 64)
     features = [math.prod(region.sizes[x] for x in leaf.features) for leaf in region.leaves if leaf.role == "query"]
     columns = math.prod(region.sizes[x] for x in value_columns(region))
@@ -402,9 +403,9 @@ def _summed(region: Region) -> Iterator[SummedGradient]:
 
 def _tables(region: Region, tile: Tile, known: Mapping[Any, Any]) -> Live | None:
     """Return the lists of visited tiles, None if all are visited or a needed array is unknown."""
-    from blockdiag.fusion.runtime import triton as triton_fused
+    from blockdiag.fusion.runtime import arrange
 
-    inner, change = triton_fused.arranged(region)
+    inner, change = arrange.arranged(region)
     arrays = {}
     for i, leaf in enumerate(region.leaves):
         is_bias = leaf.role in ("score", "distance") and leaf.source.dtype.kind in "fV"

@@ -19,7 +19,7 @@ from blockdiag.fusion.analysis.tile_tables import expanded
 from blockdiag.fusion.api import trace
 from blockdiag.fusion.gallery import VARIANTS, Sizes
 from blockdiag.fusion.ir.tile import Tile
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import arrange, kernel_choice
 from blockdiag.fusion.runtime.block_sparsity import live_tiles, mask_states
 from blockdiag.interop import compile_target
 from blockdiag.triton_kernels.launch.plan import Target
@@ -108,7 +108,7 @@ def shapes(tokens, heads=1, size=16, batch=1, dtype=jnp.bfloat16):
 
 def region_of(function, given):
     ((region,),) = trace(function, tuple(given), {}).regions.values()
-    return triton_fused.arranged(region)[0]
+    return arrange.arranged(region)[0]
 
 
 def masked_region(mask, tokens):
@@ -195,9 +195,9 @@ def gallery_regions(name, array):
     program = trace(VARIANTS[name].function, (), inputs)
     known = dict(zip(program.jaxpr.jaxpr.invars, program.arguments, strict=True))
     for region in (x for found in program.regions.values() for x in found):
-        inner, change = triton_fused.arranged(region)
+        inner, change = arrange.arranged(region)
         leaves = [known.get(x.source.key, np.zeros(x.source.shape, x.source.dtype)) for x in region.leaves]
-        arrays = triton_fused.arrays_by_name(change, leaves, jnp.zeros(region.value.shape, region.value.dtype))
+        arrays = arrange.arrays_by_name(change, leaves, jnp.zeros(region.value.shape, region.value.dtype))
         yield inner, {name: array(x) for name, x in arrays.items()}
 
 
@@ -449,7 +449,7 @@ def test_kernels_visit_the_tiles_of_every_table_form(name, kind, monkeypatch):
         kinds.update(form.kind for form in found.lists.forms[:2])
         return found
 
-    monkeypatch.setattr(triton_fused, "live_tiles", watched)
+    monkeypatch.setattr(kernel_choice, "live_tiles", watched)
     monkeypatch.setattr(tile_tables, "_MOST_LISTED_OF_BLOCKS", 0)
     given = [*jax.random.normal(jax.random.key(0), (3, 1, tokens, 1, 16)), segment]
 

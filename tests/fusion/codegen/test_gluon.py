@@ -10,6 +10,7 @@ import pytest
 
 from blockdiag import fuse
 from blockdiag.fusion.codegen import resident_pairs as kernels_resident_pairs
+from blockdiag.fusion.runtime import arrange, kernel_choice
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.interop import jax_call
 from blockdiag.interop.interpreter.launch import interpret
@@ -123,8 +124,8 @@ def test_resident_bias_gradient_in_one_part_keeps_shape_and_dtype(name, launched
     # With one multiprocessor a program goes through all rounds.
     monkeypatch.setattr(kernels_resident_pairs, "_USUAL_MULTIPROCESSORS", 1)
     case = RESIDENT[name]
-    inner, _ = triton_fused.arranged(case.region())
-    joint = triton_fused.joint_kernel(inner)
+    inner, _ = arrange.arranged(case.region())
+    joint = kernel_choice.joint_kernel(inner)
     assert joint is not None
     (place,) = [i for i, leaf in enumerate(inner.leaves) if leaf.role == "score"]
     (found,) = [x for x in joint.source.outputs if x.name == f"grad{place}"]

@@ -14,7 +14,7 @@ from blockdiag.fusion.ir.layout import shape_of
 from blockdiag.fusion.ir.tree import unordered
 from blockdiag.fusion.lowering import one_pass_schedule
 from blockdiag.fusion.lowering.one_pass_schedule import one_pass
-from blockdiag.fusion.runtime import block_sparsity
+from blockdiag.fusion.runtime import arrange, block_sparsity, kernel_choice
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.interop import jax_call
 from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
@@ -45,7 +45,7 @@ def test_one_pass_gradients_match_float32(name, launched):  # noqa: F811
 def test_programs_that_go_through_all_queries_of_a_key_head_match_float32(launched, monkeypatch):  # noqa: F811
     monkeypatch.setattr(one_pass_schedule, "_FEWEST_PROGRAMS", 0)
     case = CASES["grouped"]
-    plan = one_pass(triton_fused.arranged(case.region())[0])
+    plan = one_pass(arrange.arranged(case.region())[0])
     assert plan is not None and plan.others and not plan.is_shared
     assert_exact(case, fuse(case.function, implementation="triton"))
     assert NAME in launched
@@ -53,7 +53,7 @@ def test_programs_that_go_through_all_queries_of_a_key_head_match_float32(launch
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.streams])
 def test_one_pass_schedule_does_not_apply(name):
-    inner, _ = triton_fused.arranged(CASES[name].region())
+    inner, _ = arrange.arranged(CASES[name].region())
     assert one_pass(inner) is None
 
 
@@ -167,7 +167,7 @@ def constants_of(region):
 @pytest.mark.parametrize("name", ["causal", "window", "documents", "strided"])
 def test_each_query_tile_is_added_to_in_an_order_without_gaps(name):
     case = CASES[name]
-    inner, _ = triton_fused.arranged(case.region())
+    inner, _ = arrange.arranged(case.region())
     plan = one_pass(inner)
     arrays = constants_of(inner)
     for i, leaf in enumerate(inner.leaves):
@@ -193,8 +193,8 @@ def test_each_query_tile_is_added_to_in_an_order_without_gaps(name):
 
 def test_very_long_sequences_have_no_walk(monkeypatch):
     monkeypatch.setattr(block_sparsity, "_MOST_WALKED", 10)
-    inner, _ = triton_fused.arranged(CASES["causal"].region())
-    assert triton_fused.leading_one_pass(inner, constants_of(inner)) is None
+    inner, _ = arrange.arranged(CASES["causal"].region())
+    assert kernel_choice.leading_one_pass(inner, constants_of(inner)) is None
 
 
 def test_unordered_sums_are_another_kernel():
@@ -228,7 +228,7 @@ def flags_of(jaxpr):
     "name", ["full", "narrow", "causal", "documents", "soft_cap", "causal_soft_cap", "numbered", "grouped", "wide"]
 )
 def test_one_pass_kernel_fits_hopper(name):
-    inner, _ = triton_fused.arranged(CASES[name].region())
+    inner, _ = arrange.arranged(CASES[name].region())
     leaves = [jax.ShapeDtypeStruct(x.source.shape, x.source.dtype) for x in inner.leaves]
     found = []
 
@@ -237,7 +237,7 @@ def test_one_pass_kernel_fits_hopper(name):
         arrays = {f"leaf{i}": x for i, x in enumerate(leaves)} | {"value": value}
         arrays |= {one: jnp.zeros(rows) for one in ("log_sum", "delta")}
         arrays["cotangent"] = jnp.zeros(shape_of(inner.out_dims, inner.sizes), value.dtype)
-        kernel = triton_fused.leading_one_pass(inner, arrays)
+        kernel = kernel_choice.leading_one_pass(inner, arrays)
         found.append(kernel.launch([TensorSpec(x.shape, x.dtype.name) for x in kernel.given(arrays)]))
 
     jax.eval_shape(trace, leaves, jax.ShapeDtypeStruct(inner.value.shape, inner.value.dtype))

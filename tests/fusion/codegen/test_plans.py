@@ -11,8 +11,8 @@ from blockdiag.fusion.gallery import VARIANTS, Sizes
 from blockdiag.fusion.ir.layout import shape_of
 from blockdiag.fusion.ir.tree import Region
 from blockdiag.fusion.regions.match import find_regions
-from blockdiag.fusion.runtime import triton as triton_fused
-from blockdiag.fusion.runtime.triton import FusedLaunch
+from blockdiag.fusion.runtime import arrange, kernel_choice
+from blockdiag.fusion.runtime.launches import FusedLaunch
 from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
 from tests.triton_kernels.plans_support import report_of
 
@@ -31,17 +31,17 @@ def launches(name: str, size: int = 64) -> dict[str, FusedLaunch]:
 
 def launches_of(region: Region) -> dict[str, FusedLaunch]:
     """Return the forward and backward kernels of a region, by name."""
-    inner, change = triton_fused.arranged(region)
+    inner, change = arrange.arranged(region)
     leaves = [jax.ShapeDtypeStruct(x.source.shape, x.source.dtype) for x in inner.leaves]
     found: dict[str, FusedLaunch] = {}
 
     def trace(leaves, value):
-        arrays = triton_fused.arrays_by_name(change, leaves, value)
+        arrays = arrange.arrays_by_name(change, leaves, value)
         sizes = inner.sizes
         rows_shape = tuple(sizes[label] for label in (*inner.batch, "q"))
         arrays |= {name: jnp.zeros(rows_shape) for name in ("log_sum", "delta")}
         arrays |= {"cotangent": jnp.zeros(shape_of(inner.out_dims, sizes), value.dtype)}
-        for kernel in (triton_fused.forward_kernel(inner, arrays), *triton_fused.backward_kernels(inner, arrays)):
+        for kernel in (kernel_choice.forward_kernel(inner, arrays), *kernel_choice.backward_kernels(inner, arrays)):
             specs = [TensorSpec(x.shape, x.dtype.name) for x in kernel.given(arrays)]
             found[kernel.source.name] = kernel.launch(specs)
 

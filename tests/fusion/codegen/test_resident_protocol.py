@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import arrange, kernel_choice
 from tests.fusion.codegen.test_plans import launches_of
 from tests.fusion.gluon_protocol import Deadlock, run_protocol
 from tests.fusion.lowering.test_resident_schedule import joint_launch
@@ -17,10 +17,10 @@ ROUNDS = (1, 2, 3, 5, 8)
 def resident_kernels(name):
     """Return the sources of the kernels of a case that keep the bias in shared memory, by name."""
     region = CASES[name].region()
-    inner, _ = triton_fused.arranged(region)
+    inner, _ = arrange.arranged(region)
     launches = launches_of(region)
     found = [launches[f"fused_{x}"].on_hopper for x in ("forward", "rows", "columns")]
-    if triton_fused.joint_kernel(inner) is not None:
+    if kernel_choice.joint_kernel(inner) is not None:
         found.append(joint_launch(inner).on_hopper)
     return {kernel.source.name: kernel.source.text for kernel in found if kernel is not None}
 

@@ -7,7 +7,7 @@ import pytest
 
 from blockdiag import fuse
 from blockdiag.fusion.lowering import streamed_schedule
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import arrange, kernel_choice
 from blockdiag.interop.jaxlib_launcher import lay_out_buffers
 from blockdiag.triton_kernels.launch import plan as launch_plan
 from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
@@ -52,12 +52,12 @@ def test_streamed_kernel_with_nan_in_a_query_gives_nan_where_xla_does(launched):
 
 def launch_of(name):
     """Return the streamed launch of a case."""
-    inner, change = triton_fused.arranged(CASES[name].region())
+    inner, change = arrange.arranged(CASES[name].region())
     found = []
 
     def trace(leaves, value):
-        arrays = triton_fused.arrays_by_name(change, leaves, value)
-        kernel = triton_fused.own_forward_kernel(inner, arrays)
+        arrays = arrange.arrays_by_name(change, leaves, value)
+        kernel = kernel_choice.own_forward_kernel(inner, arrays)
         found.append(kernel.launch([TensorSpec(x.shape, x.dtype.name) for x in kernel.given(arrays)]))
 
     leaves = [jax.ShapeDtypeStruct(x.source.shape, x.source.dtype) for x in inner.leaves]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import arrange, kernel_choice
 from tests.fusion.one_pass_cases import CASES
 
 
@@ -15,5 +15,5 @@ def test_one_pass_kernel_is_chosen_where_it_is_faster(name, is_chosen):
     case = CASES[name]
     tokens = 4096 if name == "documents" else 2048
     shapes = {x: (1, tokens) if x == "segment" else (1, tokens, *shape[2:]) for x, shape in case.shapes.items()}
-    inner, _ = triton_fused.arranged(dataclasses.replace(case, shapes=shapes).region())
-    assert triton_fused.has_leading_kernel(inner, has_sum=False) is is_chosen
+    inner, _ = arrange.arranged(dataclasses.replace(case, shapes=shapes).region())
+    assert kernel_choice.has_leading_kernel(inner, has_sum=False) is is_chosen

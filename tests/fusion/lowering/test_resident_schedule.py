@@ -12,7 +12,7 @@ from blockdiag.fusion.ir.layout import shape_of
 from blockdiag.fusion.ir.tree import with_leaves
 from blockdiag.fusion.lowering.resident_schedule import resident, rounds_each
 from blockdiag.fusion.regions.match import find_regions
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import arrange, kernel_choice
 from blockdiag.interop import compile_target, jaxlib_launcher
 from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
 from tests.fusion.codegen.test_plans import launches_of
@@ -23,7 +23,7 @@ from tests.triton_kernels.plans_support import report_of
 @pytest.mark.parametrize("name", CASES)
 def test_bias_is_resident_where_it_fits(name):
     case = CASES[name]
-    inner, _ = triton_fused.arranged(case.region())
+    inner, _ = arrange.arranged(case.region())
     assert (resident(inner) is not None) == case.stays
 
 
@@ -98,8 +98,8 @@ def test_kernels_fit_hopper(name):
     ],
 )
 def test_a_joint_kernel_fits_hopper(name):
-    inner, _ = triton_fused.arranged(CASES[name].region())
-    joint = triton_fused.joint_kernel(inner)
+    inner, _ = arrange.arranged(CASES[name].region())
+    joint = kernel_choice.joint_kernel(inner)
     assert (joint is None) == (name in WITHOUT_JOINT)
     if joint is None:
         return
@@ -116,7 +116,7 @@ def test_a_joint_kernel_fits_hopper(name):
 
 def joint_launch(inner):
     """Return the launch of the joint kernel of an arranged region."""
-    joint = triton_fused.joint_kernel(inner)
+    joint = kernel_choice.joint_kernel(inner)
     sizes = inner.sizes
     rows = TensorSpec(tuple(sizes[x] for x in (*inner.batch, "q")), "float32")
     made = {"log_sum": rows, "delta": rows, "value": spec_of(inner.value)}
@@ -132,8 +132,8 @@ def spec_of(source):
 
 def test_bias_gradient_parts_fill_the_gpu():
     # Eight tiles alone would be few programs, so several programs share the rounds of each tile.
-    inner, _ = triton_fused.arranged(CASES["shared"].region())
-    joint = triton_fused.joint_kernel(inner)
+    inner, _ = arrange.arranged(CASES["shared"].region())
+    joint = kernel_choice.joint_kernel(inner)
     (bias,) = [x for x in joint.source.outputs if ("part",) in x.dims]
     parts = bias.shape[[x for (x,) in bias.dims].index("part")]
     assert bias.dtype == "float32" and parts > 1
@@ -163,10 +163,10 @@ def test_gradient_kernels_are_chosen_when_lowered(arch, expected, monkeypatch):
 
 
 def test_a_bias_without_gradient_has_no_joint_kernel():
-    inner, _ = triton_fused.arranged(CASES["evoformer"].region())
+    inner, _ = arrange.arranged(CASES["evoformer"].region())
     held = resident(inner).held
     still = with_leaves(inner, {x: dataclasses.replace(x, is_constant=x is held) for x in inner.leaves})
-    assert triton_fused.joint_kernel(inner) is not None and triton_fused.joint_kernel(still) is None
+    assert kernel_choice.joint_kernel(inner) is not None and kernel_choice.joint_kernel(still) is None
 
 
 def test_other_architectures_get_the_plain_kernel():
@@ -209,13 +209,13 @@ def test_a_launch_holds_the_plans_arrays():
 def test_kernel_sources_are_generated_once_per_traced_pass(monkeypatch):
     printed = []
     for name in ("forward_source", "rows_source", "columns_source", "pairs_source", "resident_backward"):
-        make = getattr(triton_fused, name)
+        make = getattr(kernel_choice, name)
 
         def counted(*given, make=make, name=name):
             printed.append((name, *given[1:]))
             return make(*given)
 
-        monkeypatch.setattr(triton_fused, name, counted)
+        monkeypatch.setattr(kernel_choice, name, counted)
     case = CASES["evoformer"]
     function = fuse(case.function, implementation="triton")
 

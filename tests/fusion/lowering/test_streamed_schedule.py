@@ -6,7 +6,7 @@ import re
 import pytest
 
 from blockdiag.fusion.lowering import streamed_schedule
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import kernel_choice
 from tests.fusion.streamed_cases import CASES
 from tests.fusion.thresholds import lifted
 
@@ -14,7 +14,7 @@ NAME = "fused_forward_streamed"
 
 
 def sources_of(case):
-    return {kernel.source.name: kernel.source for kernel in triton_fused.kernels(case.region())}
+    return {kernel.source.name: kernel.source for kernel in kernel_choice.kernels(case.region())}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,7 +16,7 @@ from blockdiag.fusion.api import trace
 from blockdiag.fusion.gallery.scores import t5_relative_bias
 from blockdiag.fusion.lowering.diagonals import distance_tile
 from blockdiag.fusion.passes.position_constants import with_positions
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import kernel_choice
 from blockdiag.fusion.runtime.block_sparsity import live_tiles
 from tests.fusion.fusion_support import alternated
 from tests.support import compiled_quickly
@@ -362,7 +362,7 @@ def test_live_tiles_along_diagonals_cover_the_causal_triangle():
     """Only diagonals on and below the main one are live, each with all of its tiles."""
     square = [x[:, :QUERIES] for x in operands()]
     ((region,),) = trace(causal_table, (*square, TABLE), {}).regions.values()
-    tile = triton_fused.forward_kernel(region, None).tile
+    tile = kernel_choice.forward_kernel(region, None).tile
     assert tile.rows == tile.columns == 32
     found = live_tiles(region, tile, {})
     assert found is not None

@@ -15,7 +15,7 @@ import blockdiag
 from blockdiag import block_diagonal_attention, fused_qkv_block_attention
 from blockdiag.common.dispatch import capabilities
 from blockdiag.common.packing import tiles_from_lengths
-from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import kernel_choice
 from blockdiag.fusion.runtime import xla as fused_xla
 from blockdiag.interop import jax_call
 from blockdiag.ops.block_diagonal import region as blocks
@@ -347,7 +347,7 @@ def test_long_block_kernels_fit_hopper():
     def trace(leaves, value, rows, result):
         arrays = {f"leaf{i}": x for i, x in enumerate(leaves)}
         arrays |= {"value": value, "log_sum": rows, "delta": rows, "cotangent": result}
-        for kernel in (triton_fused.forward_kernel(region, arrays), *triton_fused.backward_kernels(region, arrays)):
+        for kernel in (kernel_choice.forward_kernel(region, arrays), *kernel_choice.backward_kernels(region, arrays)):
             specs = [TensorSpec(x.shape, x.dtype.name) for x in kernel.given(arrays)]
             found.append(kernel.launch(specs))
 

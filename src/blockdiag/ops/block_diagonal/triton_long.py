@@ -10,6 +10,7 @@ import functools
 from jax import Array
 
 from blockdiag.fusion.ir.tree import Region
+from blockdiag.fusion.runtime import kernel_choice
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.ops.block_diagonal import region as blocks
 from blockdiag.ops.block_diagonal.layouts import (
@@ -85,7 +86,7 @@ def sizes_of_windows(problem: BlockDiagonalProblem) -> WindowSizes:
 
 def _largest_tile(problem: BlockDiagonalProblem, sizes: WindowSizes) -> int:
     """Return the largest number of rows or columns of any kernel's tile; all are powers of two."""
-    kernels = triton_fused.kernels(region_in_windows(problem, sizes))
+    kernels = kernel_choice.kernels(region_in_windows(problem, sizes))
     return max(size for kernel in kernels for size in (kernel.tile.rows, kernel.tile.columns))
 
 

@@ -15,16 +15,14 @@ from blockdiag.fusion.codegen.delta import delta_source
 from blockdiag.fusion.codegen.kernels import Output, Source
 from blockdiag.fusion.ir.tree import DISTANCE, Dim, Region
 from blockdiag.fusion.lowering.tile_program import canonical_result, result_array
-from blockdiag.fusion.runtime.triton import (
-    Kernel,
-    arranged,
-    arrays_by_name,
+from blockdiag.fusion.runtime.arrange import arranged, arrays_by_name
+from blockdiag.fusion.runtime.kernel_choice import (
     backward_kernels,
     forward_kernel,
     hopper_kernels,
-    kernel_of,
     own_forward_kernel,
 )
+from blockdiag.fusion.runtime.launches import Kernel, kernel_of
 from blockdiag.interop.dlpack import TENSOR_DTYPES, refuse_several
 from blockdiag.interop.torch_launch import on_device
 from blockdiag.torch.launches import dense
