@@ -20,12 +20,12 @@ The caller passes `FUNCTIONS`, generated for a region:
 
 | function | returns |
 |---|---|
-| place(cell) | all batch indices, from the index of a line |
+| place(line) | all batch indices, from the index of a line |
 | query_at, key_at, ... (place, first) | the row and the column of an array's tile that starts at `first` |
 | row_at(place) | the offset of the line's first element in arrays [batch.., queries] |
-| line_at(place) | the index of the line's lists of chunks |
-| walk(p_counts, p_tiles, line) | what `tile_at` needs to know about a list |
-| tile_at(p_tiles, line, walk, at) | the chunk at a place of a list |
+| line_at(place) | the index of the line among those whose lists differ |
+| walk(p_counts, p_tiles, list) | what `tile_at` needs to know about a list, given by its index |
+| tile_at(p_tiles, list, walk, at) | the chunk at a place of a list |
 | rows(arrays, place, r_q) | the positions of queries, and the per-query numbers that scores need |
 | score, plain_score (rows, arrays, place, r_k, products) | scores, with masks and without, divided by the factor |
 | weight(rows, arrays, place) | a per-query factor of results |
@@ -99,7 +99,7 @@ class ForwardShape:
         is_listed: whether lists say which chunks the queries see; otherwise they see all.
         exit: where results are staged for the copy engine: "query" (the slot of the item's queries) or "own"; or
             "none": threads store them directly.
-        unit: what converts results of `score` to exponents of 2.
+        unit: `factor` times log2(e), which converts results of `score` to exponents of 2.
         no_key: `score` is at most this number where a mask hides the key.
         has_weight: whether results are multiplied by `weight`.
         takes_turns: whether the groups compute exponentials in turns.
@@ -249,28 +249,29 @@ def load(memory, matrices, p_counts, p_tiles, p_counter, FUNCTIONS: gl.constexpr
     count = 0
     item = gl.program_id(0)
     while item < SHAPE.lines * SHAPE.query_tiles:
-        cell, tile = place_of(item, SHAPE)
-        place = FUNCTIONS.place(cell)
-        line = 0
+        line, tile = place_of(item, SHAPE)
+        place = FUNCTIONS.place(line)
+        list_index = 0
         full = 0
         live = SHAPE.chunks
         if SHAPE.is_listed:
-            line = FUNCTIONS.line_at(place) * SHAPE.query_tiles + tile
-            full = gl.load(p_counts + line * 2)
-            live = gl.load(p_counts + line * 2 + 1)
+            list_index = FUNCTIONS.line_at(place) * SHAPE.query_tiles + tile
+            full = gl.load(p_counts + list_index * 2)
+            live = gl.load(p_counts + list_index * 2 + 1)
         announce(memory, count, item, live - full, live)
         slot = count % QUERY_SLOTS
         mbarrier.wait(memory.query_empty.index(slot), count // QUERY_SLOTS % 2 ^ 1)
         row, column = FUNCTIONS.query_at(place, tile * SHAPE.rows)
         load_parts(matrices.query, matrices.query_more, memory.query_full, row, column, memory.query, memory.query_more,
                    slot, SHAPE.features_more > 0)
-        walk = FUNCTIONS.walk(p_counts, p_tiles, line)
+        walk = FUNCTIONS.walk(p_counts, p_tiles, list_index)
         following = item
         for at in range(gl.maximum(live, 1)):
             chunk = at
             if SHAPE.is_listed:
                 # Lists have full tiles first.
-                chunk = FUNCTIONS.tile_at(p_tiles, line, walk, gl.where(at < live - full, at + full, at + full - live))
+                listed = gl.where(at < live - full, at + full, at + full - live)
+                chunk = FUNCTIONS.tile_at(p_tiles, list_index, walk, listed)
             slot = number % SLOTS
             mbarrier.wait(memory.key_empty.index(slot), number // SLOTS % 2 ^ 1)
             if SHAPE.is_listed:
@@ -424,8 +425,8 @@ def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, 
     count = 0
     item, masked, live = next_item(memory, count)
     while item < SHAPE.lines * SHAPE.query_tiles:
-        cell, tile = place_of(item, SHAPE)
-        place = FUNCTIONS.place(cell)
+        line, tile = place_of(item, SHAPE)
+        place = FUNCTIONS.place(line)
         first = tile * SHAPE.rows + GROUP * HALF
         r_q = first + gl.arange(0, HALF, gl.SliceLayout(1, S))
         rows = FUNCTIONS.rows(arrays, place, r_q)
