@@ -7,9 +7,11 @@ accesses.
 """
 
 import builtins
+import functools
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +19,7 @@ import numpy as np
 
 from blockdiag.triton_kernels.launch.plan import Constexpr, Descriptor, LaunchPlan, Pointer
 from tests.fusion.gluon_protocol import Barrier, Barriers, Language, Mbarrier, Number, Tile, Warps, kernel_with
+from tests.fusion.happens_before import Known, Races, Record
 
 _NAMES = {"float32": np.float32, "int32": np.int32, "int64": np.int64, "uint32": np.uint32, "int8": np.int8}
 _DTYPES = {**_NAMES, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -47,37 +50,71 @@ def array(values: Any) -> Array:
 
 
 class Shared:
-    """A buffer of shared memory."""
+    """A buffer of shared memory.
 
-    def __init__(self, values: np.ndarray) -> None:
+    Args:
+        races: checks the order of accesses; None: they are not checked.
+        record: the accesses of the buffer.
+    """
+
+    def __init__(self, values: np.ndarray, races: Races | None = None, record: Record | None = None) -> None:
         self.values = values
+        self.races, self.record = races, record
         self.dtype, self.layout = Dtype(values.dtype), Tile()
         self.shape = [Number(x) for x in values.shape]
 
+    def _view(self, change: Callable[[np.ndarray], np.ndarray]) -> "Shared":
+        return Shared(change(self.values), self.races, None if self.record is None else self.record.view(change))
+
     def index(self, place: int) -> "Shared":
         assert 0 <= place < len(self.values)
-        return Shared(self.values[place])
+        return self._view(lambda x: x[place])
 
     def slice(self, first: int, count: int, dim: int = 0) -> "Shared":
         assert first >= 0 and first + count <= self.values.shape[dim]
-        return Shared(self.values[(slice(None),) * dim + (slice(first, first + count),)])
+        return self._view(lambda x: x[(slice(None),) * dim + (slice(first, first + count),)])
 
     def permute(self, order: Sequence[int]) -> "Shared":
-        return Shared(self.values.transpose(order))
+        return self._view(lambda x: x.transpose(order))
 
     def reinterpret(self, dtype: Dtype, shape: Sequence[int], layout: object) -> "Shared":
         del layout
         assert self.values.flags.c_contiguous
-        count = int(np.prod(shape)) * dtype.numpy.itemsize
+        count = int(np.prod(shape))
+        if dtype.numpy == self.values.dtype:
+            return self._view(lambda x: x.reshape(-1)[:count].reshape(shape))
+        # Accesses through a view with another dtype are not checked.
+        count *= dtype.numpy.itemsize
         return Shared(self.values.reshape(-1).view(np.uint8)[:count].view(dtype.numpy).reshape(shape))
 
     def load(self, layout: object) -> Array:
         del layout
+        if self.races is not None and self.record is not None:
+            self.races.read(self.record)
         return array(self.values.copy())
 
     def store(self, tile: Array) -> None:
+        if self.races is not None and self.record is not None:
+            self.races.write(self.record)
+        self.fill(tile)
+
+    def fill(self, tile: Array) -> None:
+        """Write a tile in a copy, whose start has been noted."""
         assert np.shape(tile) == self.values.shape
         self.values[...] = tile
+
+    def begin_copy(self) -> set[int]:
+        """Note the start of a copy into this memory, and return its number."""
+        return set() if self.races is None or self.record is None else {self.races.copy(self.record)}
+
+    def begin_read(self) -> None:
+        """Note that tensor cores or the copy engine start to read this memory."""
+        if self.races is not None and self.record is not None:
+            self.races.read(self.record, by_engine=True)
+
+    def end_read(self) -> None:
+        if self.races is not None and self.record is not None:
+            self.races.end_read(self.record)
 
 
 class Global:
@@ -114,13 +151,17 @@ class View:
 class Product:
     """A product in flight, which only the next product may use."""
 
-    def __init__(self, compute: Callable[[], Array]) -> None:
-        self._compute = compute
+    def __init__(self, compute: Callable[[], Array], operands: Sequence[Shared]) -> None:
+        self._compute, self._operands = compute, operands
         self.found: Array | None = None
+        for operand in operands:
+            operand.begin_read()
 
     def end(self) -> Array:
         if self.found is None:
             self.found = self._compute()
+            for operand in self._operands:
+                operand.end_read()
         return self.found
 
 
@@ -130,6 +171,29 @@ class CopyBarrier(Barrier):
     def __init__(self, warps: Warps, arrivals: int) -> None:
         super().__init__(warps, arrivals)
         self.bytes = 0
+        # What is known to those that have arrived, and to those that have waited.
+        self.arriving, self.known = Known(), Known()
+        self.races: Races | None = None
+
+    def arrive(self, count: int) -> None:
+        if self.races is not None:
+            self.pass_on(self.races.common())
+        super().arrive(count)
+
+    def pass_on(self, known: Known) -> None:
+        with self.warps.changed:
+            self.arriving.learn(known)
+
+    def complete(self) -> None:
+        self.known.learn(self.arriving)
+        self.arriving = Known()
+
+    def wait(self, parity: int) -> None:
+        super().wait(parity)
+        if self.races is not None:
+            with self.warps.changed:
+                known = self.known
+            self.races.learn(known)
 
     def expect(self, count: int) -> None:
         """Expect a copy that fills a slot, and arrive."""
@@ -141,18 +205,33 @@ class CopyBarrier(Barrier):
             self.pending += 1
         self.arrive(1)
 
-    def land(self, count: int) -> None:
+    def land(self, count: int, copies: set[int]) -> None:
+        """Note that copies have written some bytes."""
+        self.pass_on(Known(copies=copies))
         with self.warps.changed:
             self.bytes -= count
             assert self.bytes >= 0, "more bytes than were announced"
             ends = self.bytes == 0
         if ends:
-            self.arrive(1)
+            super().arrive(1)
 
 
 class _Mbarrier(Mbarrier):
     def expect(self, barrier: CopyBarrier, count: int) -> None:
         barrier.expect(count)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of a vector into shared memory.
+
+    Attributes:
+        land: copies.
+        numbers: the number of the copy, empty if accesses are not checked.
+    """
+
+    land: Callable[[], None]
+    numbers: set[int]
 
 
 class _Queues(threading.local):
@@ -161,24 +240,25 @@ class _Queues(threading.local):
     def __init__(self) -> None:
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
-        self.copies: list[Callable[[], None]] = []
-        self.groups: list[list[Callable[[], None]]] = []
+        self.copies: list[Copy] = []
+        self.groups: list[list[Copy]] = []
 
 
 class _Engine:
     """The copy engine, asynchronous copies of vectors, and tensor cores."""
 
-    def __init__(self, warps: Warps) -> None:
-        self.warps, self.queues = warps, _Queues()
+    def __init__(self, warps: Warps, races: Races | None) -> None:
+        self.warps, self.races, self.queues = warps, races, _Queues()
 
     # The copy engine
 
     def load(self, source: View, at: Sequence[int], barrier: CopyBarrier, memory: Shared) -> None:
         tile = array(source.tile(at))
+        copies = memory.begin_copy()
 
         def land() -> None:
-            memory.store(tile)
-            barrier.land(memory.values.nbytes)
+            memory.fill(tile)
+            barrier.land(memory.values.nbytes, copies)
 
         # Copies may end in another order than the one in which they were started.
         self.warps.later(land)
@@ -186,7 +266,9 @@ class _Engine:
     def store(self, target: View, at: Sequence[int], memory: Shared) -> None:
         def copy() -> None:
             target.tile(at)[...] = memory.values
+            memory.end_read()
 
+        memory.begin_read()
         self.queues.stores.append(copy)
 
     def store_wait(self, left: int) -> None:
@@ -198,7 +280,7 @@ class _Engine:
 
     def copy(self, memory: Shared, source: Global) -> None:
         places = source.places()
-        self.queues.copies.append(lambda: memory.store(array(source.values[places])))
+        self.queues.copies.append(Copy(lambda: memory.fill(array(source.values[places])), memory.begin_copy()))
 
     def commit_group(self) -> None:
         self.queues.groups.append(self.queues.copies)
@@ -208,7 +290,8 @@ class _Engine:
         assert not increment_count
         self.warps.nap()
         for copy in self.queues.copies:
-            copy()
+            copy.land()
+            barrier.pass_on(Known(copies=copy.numbers))
         self.queues.copies = []
         # Each thread of a warp arrives.
         barrier.arrive(32)
@@ -217,7 +300,9 @@ class _Engine:
         self.warps.nap()
         while len(self.queues.groups) > left:
             for copy in self.queues.groups.pop(0):
-                copy()
+                copy.land()
+                if self.races is not None:
+                    self.races.learn_copies(copy.numbers)
 
     # Tensor cores
 
@@ -231,7 +316,7 @@ class _Engine:
             assert found.shape == before.shape and before.dtype == np.float32
             return array(found + before if use_acc else found)
 
-        product = Product(compute)
+        product = Product(compute, [x for x in (first, second) if isinstance(x, Shared)])
         if not is_async:
             return product.end()
         self.queues.products.append(product)
@@ -249,8 +334,9 @@ class _Engine:
 class _Values(Language):
     """The `gl` module of the kernel language, on NumPy arrays."""
 
-    def __init__(self, program: int, programs: int, warps: Warps) -> None:
+    def __init__(self, program: int, programs: int, warps: Warps, races: Races | None) -> None:
         super().__init__(program, programs, warps)
+        self.races = races
         for name, dtype in _DTYPES.items():
             setattr(self, name, Dtype(dtype))
         self.exp, self.exp2, self.log2 = np.exp, np.exp2, np.log2
@@ -338,7 +424,25 @@ class _Values(Language):
     def allocate_shared_memory(self, dtype: Dtype, shape: Sequence[int], layout: object) -> Shared:
         del layout
         is_whole = dtype.numpy.kind == "i"
-        return Shared(np.full(shape, np.iinfo(dtype.numpy).min if is_whole else np.nan, dtype.numpy))
+        values = np.full(shape, np.iinfo(dtype.numpy).min if is_whole else np.nan, dtype.numpy)
+        return Shared(values, self.races, None if self.races is None else Record(shape))
+
+    def warp_specialize(self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], *numbers: object) -> None:
+        races = self.races
+        if races is None:
+            super().warp_specialize(functions, *numbers)
+            return
+
+        def entered(index: int, function: Callable[..., None]) -> Callable[..., None]:
+            @functools.wraps(function)
+            def run(*arguments: Any) -> None:
+                races.enter(index)
+                function(*arguments)
+
+            return run
+
+        found = [(entered(i + 1, function), arguments) for i, (function, arguments) in enumerate(functions)]
+        super().warp_specialize(found, *numbers)
 
 
 class _Punctual(random.Random):
@@ -353,12 +457,17 @@ def interpret_gluon(
     *arrays: np.ndarray,
     chance: random.Random | None = None,
     change: Callable[[str], str] = lambda template: template,
+    is_checked: bool = False,
 ) -> list[np.ndarray]:
     """Return the outputs of a launch.
 
     Args:
         chance: chooses the slow warps; None: no warp is slow.
         change: changes the source of the template that the kernel calls.
+        is_checked: whether to check the order of accesses of shared memory.
+
+    Raises:
+        Race: two accesses are in no order.
     """
     chance = _Punctual() if chance is None else chance
     sources = {output: source for source, output in plan.aliases}
@@ -368,7 +477,7 @@ def interpret_gluon(
     ]
     given = {"input": [np.ascontiguousarray(x) for x in arrays], "output": outputs}
     for program in range(plan.grid[0]):
-        _run(plan, given, program, chance, change)
+        _run(plan, given, program, chance, change, Races() if is_checked else None)
     return outputs
 
 
@@ -384,20 +493,31 @@ def _run(
     program: int,
     chance: random.Random,
     change: Callable[[str], str],
+    races: Races | None,
 ) -> None:
     warps = Warps(chance)
-    engine = _Engine(warps)
+    engine = _Engine(warps, races)
+
+    def make_barriers(count: int, arrivals: int) -> Barriers:
+        found = Barriers(CopyBarrier(warps, arrivals) for _ in range(count))
+        for barrier in found:
+            barrier.races = races  # pyrefly: ignore
+        return found
+
     copy_engine, lines = Tile(), Tile()
     copy_engine.store_wait = engine.store_wait
     lines.commit_group, lines.wait_group = engine.commit_group, engine.wait_group
     lines.mbarrier_arrive = engine.arrive_after_copies
     words = {
-        "gl": _Values(program, plan.grid[0], warps), "tma": copy_engine, "async_copy": lines, "mbarrier": _Mbarrier(),
+        "gl": _Values(program, plan.grid[0], warps, races), "tma": copy_engine, "async_copy": lines,
+        "mbarrier": _Mbarrier(),
         "tma_load": engine.load, "tma_store": engine.store, "load_async": engine.copy,
         "reinterpret": Shared.reinterpret,
         "warpgroup_mma": engine.multiply, "warpgroup_mma_wait": engine.wait,
-        "make_barriers": lambda count, arrivals: Barriers(CopyBarrier(warps, arrivals) for _ in range(count)),
+        "make_barriers": make_barriers,
     }  # fmt: skip
+    if races is not None:
+        words |= {"fence_async_shared": races.fence, "thread_barrier": races.thread_barrier}
     helpers = {
         "forgotten": Number,
         "add_rows": _add_rows,

@@ -205,8 +205,12 @@ class Barrier:
             self.pending -= count
             assert self.pending >= 0, "more arrivals than a phase has"
             if self.pending == 0:
+                self.complete()
                 self.phase, self.pending = self.phase + 1, self.arrivals
                 self.warps.changed.notify_all()
+
+    def complete(self) -> None:
+        """Note the end of a phase."""
 
     def wait(self, parity: int) -> None:
         """Wait until the phase of this parity, the previous or the present one, has ended."""

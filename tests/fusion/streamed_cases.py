@@ -233,5 +233,6 @@ CASES = {
     "biased": Streamed(biased, _shapes(1, 128, 512, 2, 128) | {"pair": (1, 2, 128, 512)}, streams=False),
     "biased_keys": Streamed(biased_keys, _shapes(1, 128, 512, 2, 128) | {"mask": (1, 1, 1, 512)}, streams=False),
     "narrow_sloped": Streamed(sloped, _shapes(1, 128, 512, 3, 64) | {"slope": (3,)}, streams=False),
+    "narrow_causal_wide_values": Streamed(causal, _shapes(1, 384, 384, 2, 64, 128), streams=False),
     "narrow_soft_cap": Streamed(soft_cap, _shapes(1, 128, 512, 2, 64), streams=False),
 }

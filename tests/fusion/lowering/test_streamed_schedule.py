@@ -31,7 +31,7 @@ def test_keys_and_values_stream_in_the_expected_cases(name):
     [
         ("cross", 2048, 4, True),
         ("cross", 256, 64, False),
-        ("narrow", 2048, 16, True),
+        ("narrow", 4096, 16, True),
         ("narrow", 2048, 4, False),
         ("causal_wide", 256, 1, True),
     ],

@@ -42,7 +42,7 @@ def indices(labels: Sequence[str], name: str) -> dict[str, str]:
 
 
 class FunctionWriter(GluonWriter):
-    """Writer of device functions. Their last leaf is the product, and they get batch indices in a tuple `place`."""
+    """Writer of device functions, which get batch indices in a tuple `place`. The region's last leaf is the product."""
 
     @property
     def batch_indices(self) -> dict[str, str]:

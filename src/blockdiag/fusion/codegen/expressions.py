@@ -27,8 +27,8 @@ _BINARY = {
     "ge": ">=", "and": "&", "or": "|", "xor": "^", "rem": "%", "shift_left": "<<", "shift_right_arithmetic": ">>",
     "shift_right_logical": ">>",
 }  # fmt: skip
-# 1 / (1 + 2**x). An inverse square root is one instruction, and a division eight. `exp2` takes fewer than `exp`: it
-# rounds very small results to 0.
+# 1 / (1 + 2**x), to about 2^-21. An inverse square root is one instruction, and a division eight. `exp2` takes fewer
+# instructions than `exp`, because it rounds subnormal results to 0.
 _SIGMOID = "tl.rsqrt(1.0 + tl.exp2({0})) * tl.rsqrt(1.0 + tl.exp2({0}))"
 _CALLS = {
     "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})",

@@ -163,7 +163,7 @@ class HopperKernel:
         tiles: the number of programs if each did all rounds of a tile.
         each: the number of rounds per program; None if the launch chooses it.
         num_warps: the warps of the function that the kernel starts with.
-        is_persistent: whether programs share the tiles among them; there are at most as many as multiprocessors.
+        is_persistent: whether programs take tiles from a counter; at most one per multiprocessor is launched.
     """
 
     source: Source

@@ -160,7 +160,7 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
         ("value_gradient", "grad_value", places["value_gradient"].shape, (keys, width)),
     )
     programs = programs_of(plan)
-    text = template_source("hopper_backward", "BackwardShape, Functions, one_pass_backward", own.writer.lines)
+    text = template_source("hopper_backward", "BackwardFunctions, BackwardShape, one_pass_backward", own.writer.lines)
     source = Source(text, NAME, inputs, outputs, (programs, 1, 1))
     return HopperKernel(source, moved, jnp.dtype(region.value.dtype).name, pointers, None, programs, num_warps=8)
 
@@ -195,7 +195,7 @@ def _entry(own: _Writer, *, is_listed: bool) -> None:
         "own_place", "place", "query_at", "key_at", "value_at", "cotangent_at", "key_gradient_at", "value_gradient_at",
         "row_at", "line_at", "score", "plain_score", "slope",
     )  # fmt: skip
-    emit(f"FUNCTIONS = gl.constexpr(Functions({', '.join(names)}))")
+    emit(f"FUNCTIONS = gl.constexpr(BackwardFunctions({', '.join(names)}))")
     shape = (
         plan.tile.rows, plan.tile.columns, plan.width, stages, buffers, row_tiles, key_tiles, others, masks, is_listed,
         factor * LOG2_E, factor, plan.is_bare, own.region.is_ordered,

@@ -75,7 +75,7 @@ def _places(own: _Writer) -> None:
 
 
 def _scores(own: _Writer) -> None:
-    """Print the functions of scores, and of what scores and results need of queries."""
+    """Print the functions that load per-query numbers, compute scores, and compute the weights of results."""
     region = own.region
     score, plain = own.writer.scores
     assert score is not None
@@ -114,18 +114,19 @@ def _entry(own: _Writer) -> None:
     has_masks = region.score is not None and bool(unmasked(region.score)[1])
     is_apart = plan.lists is not None and plan.lists.has_full
     masks = "some" if is_apart else "all" if has_masks else "none"
-    query_tiles = region.sizes["q"] // ROWS
     own.writer.depth = 0
-    emit(f"FUNCTIONS = gl.constexpr(Functions({', '.join(_FUNCTIONS)}))")
-    exit_memory = "none" if plan.is_wide else "own" if plan.has_exit else "query"
+    emit(f"FUNCTIONS = gl.constexpr(ForwardFunctions({', '.join(_FUNCTIONS)}))")
     (features, *features_more), (columns, *columns_more) = parts_of(plan.features), parts_of(plan.columns)
-    shape = (
-        ROWS, plan.chunk, features, columns, sum(features_more), sum(columns_more), plan.slots, plan.query_slots,
-        query_tiles, region.sizes["k"] // plan.chunk, cells_of(region, region.batch), plan.together, masks, is_listed,
-        exit_memory, own.writer.factor * LOG2_E, NO_KEY / own.writer.factor, region.weight is not None,
-        plan.takes_turns,
-    )  # fmt: skip
-    emit(f"SHAPE = gl.constexpr(ForwardShape({', '.join(map(repr, shape))}))")
+    shape = {
+        "rows": ROWS, "chunk": plan.chunk, "features": features, "columns": columns,
+        "features_more": sum(features_more), "columns_more": sum(columns_more), "slots": plan.slots,
+        "query_slots": plan.query_slots, "query_tiles": region.sizes["q"] // ROWS,
+        "chunks": region.sizes["k"] // plan.chunk, "lines": cells_of(region, region.batch), "together": plan.together,
+        "masks": masks, "is_listed": is_listed, "exit": plan.exit, "unit": own.writer.factor * LOG2_E,
+        "no_key": NO_KEY / own.writer.factor, "has_weight": region.weight is not None,
+        "takes_turns": plan.takes_turns,
+    }  # fmt: skip
+    emit(f"SHAPE = gl.constexpr(ForwardShape({', '.join(f'{name}={x!r}' for name, x in shape.items())}))")
     emit()
     emit()
     # The names of the descriptors. Tiles with one part have no second one.
@@ -137,7 +138,7 @@ def _entry(own: _Writer) -> None:
     }
     if plan.is_wide:
         del names["output"]
-    # The second use of the output comes last, see `_hopper_plan`.
+    # The second use of the output comes last, see `_hopper_plan` in runtime/launches.py.
     given = dict.fromkeys(itertools.chain(*names.items()))
     last = ", output_more" if given.pop("output_more", True) is None else ""
     output = ", p_output" if plan.is_wide else ""
@@ -145,7 +146,7 @@ def _entry(own: _Writer) -> None:
     print_function(
         own, f"def {NAME}({', '.join(given)}{output}{own.parameters()}{listed}, p_log_sum, p_counter{last}):"
     )
-    # Without a copy engine for results, any descriptor takes the place of theirs.
+    # Threads store float32 results, so the descriptor of queries fills the places of theirs.
     matrices = ", ".join([*itertools.chain(*names.items()), *(["query", "query"] if plan.is_wide else [])])
     arrays = ", ".join(f"p_leaf{i}" for i in own.pointers) or "p_log_sum"
     lists = ", ".join(f"p_{x}" for x in _LISTS) if is_listed else "p_counter, p_counter"
@@ -187,7 +188,9 @@ def streamed_kernel(region: Region, tile: Tile, lists: Lists | None) -> HopperKe
     pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum", "counter")
     if plan.is_wide:
         pointers = ("output", *pointers)
-    text = template_source("hopper_forward", "ForwardShape, Functions, Matrices, streamed_forward", own.writer.lines)
+    text = template_source(
+        "hopper_forward", "ForwardFunctions, ForwardShape, Matrices, streamed_forward", own.writer.lines
+    )
     items = region.sizes["q"] // ROWS * cells_of(region, region.batch)
     source = Source(text, NAME, inputs, (*forward_outputs(region), counter), (items, 1, 1))
     return HopperKernel(source, moved, jnp.dtype(region.value.dtype).name, pointers, None, items, is_persistent=True)

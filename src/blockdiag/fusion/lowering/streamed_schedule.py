@@ -7,6 +7,7 @@ per-key numbers.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -26,13 +27,13 @@ from blockdiag.fusion.lowering.hopper import (
 )
 from blockdiag.fusion.lowering.tile_program import value_columns
 
-# What a call must have at least, by the head dimensions of queries and of values: keys that a query tile sees, and
-# scores of a program that sees so many for each tile. With fewer, plain kernels are as fast on an H100 or H200: several
-# of them share a multiprocessor, and with 64 features their tiles are smaller. Timings are in 2026-11-23-fuse-streamed
-# and 2026-11-28-streamed-forward of benchmarks/results/runs; 192 was not timed. The kernel is also written for values
-# of 96 and 192, which have not run on a GPU yet.
+# Lower limits by head dimensions (queries, values): the keys that a query tile sees, and these keys times all queries
+# of the call. Below them, plain kernels are as fast or faster on an H100 or H200: several of them share a
+# multiprocessor, and with 64 features their tiles are smaller. Timings are in 2026-11-23-fuse-streamed and
+# 2026-11-28-streamed-forward of benchmarks/results/runs; 192 was not timed. The kernel is also written for values of 96
+# and 192, which have not run on a GPU yet.
 _FEWEST = {
-    (64, 64): (256, 1 << 26),
+    (64, 64): (256, 1 << 27),
     (64, 128): (2048, 0),
     (64, 256): (512, 0),
     (128, 128): (384, 1 << 24),
@@ -76,16 +77,13 @@ class Streamed(OfProduct):
         return _is_wide(self.region)
 
     @property
-    def has_exit(self) -> bool:
-        """Whether results are staged in a shared-memory buffer of their own.
-
-        Otherwise they reuse the buffer of the queries, or threads store them directly.
-        """
-        return self.features != self.columns and not self.is_wide
+    def exit(self) -> Literal["none", "own", "query"]:
+        """Where results are staged for the copy engine: nowhere, in an own buffer, or in that of the queries."""
+        return _exit_of(self.region, self.features, self.columns)
 
     @property
     def together(self) -> int:
-        """The number of lines whose tiles are computed in turns. Their keys and values fit into L2."""
+        """The number of lines whose tiles are interleaved. Their keys and values fit into L2."""
         each = self.region.sizes["k"] * (self.features + self.columns) * 2
         return max(1, _STREAMED_BYTES // each)
 
@@ -109,14 +107,15 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     is_short = seen < fewest_keys or seen * region.sizes["q"] * count_of(region, region.batch) < fewest_scores
     is_costly = _is_costly(found)
     # Products with 64 features hide only the exponentials. With a soft cap, or with ALiBi over all keys, plain kernels
-    # are up to 16% faster.
-    is_slower = features == columns == 64 and (is_costly or (lists is None and not _is_bare(found)))
-    if is_short or is_slower or not _is_at_hand(region, lists):
+    # are up to 16% faster. Wider values were timed without masks and other functions of scores.
+    is_plain = lists is None and _is_bare(found)
+    is_slower = features == 64 and not is_plain and (lists is None or is_costly or columns > 64)
+    if is_short or is_slower or not _reads_no_key_numbers(region, lists):
         return None
     places = places_of(region, query, key)
     if places is None:
         return None
-    query_slots, slots = _slots(features, columns, tile.columns, has_exit=features != columns and not _is_wide(region))
+    query_slots, slots = _slots(features, columns, tile.columns, has_exit=_exit_of(region, features, columns) == "own")
     return Streamed(
         **vars(found),
         places=places,
@@ -142,9 +141,10 @@ def streamed_tile(region: Region) -> Tile | None:
     if found is None or any(leaf.role in ("score", "distance") for leaf in region.leaves):
         return None
     columns = count_of(region, value_columns(region))
-    is_known = (count_of(region, found.query.features), columns) in _FEWEST
-    # Registers hold the scores of a chunk beside the accumulated results.
-    tile = Tile(ROWS, 128 if columns <= 128 else 64)
+    features = count_of(region, found.query.features)
+    is_known = (features, columns) in _FEWEST
+    # Registers hold the scores of a chunk beside the accumulated results, and two chunks must fit into shared memory.
+    tile = Tile(ROWS, 128 if features + columns <= 256 else 64)
     is_tiled = region.sizes["q"] % tile.rows == 0 and region.sizes["k"] % tile.columns == 0
     has_narrow_operands = is_narrow(replace(region, dtype=region.value.dtype), found.query, found.key)
     is_stored = _is_wide(region) or region.dtype == region.value.dtype
@@ -178,11 +178,17 @@ def _is_costly(found: OfProduct) -> bool:
     )
 
 
-def _is_at_hand(region: Region, lists: Lists | None) -> bool:
-    """Return whether no unmasked tile reads per-key numbers from memory."""
+def _reads_no_key_numbers(region: Region, lists: Lists | None) -> bool:
+    """Return whether tiles computed without masks read no per-key numbers from memory."""
     plain = scores_of(region)[0][1]
     needed = leaves_of(plain) if lists is not None and lists.has_full and plain is not None else region.leaves
     return not any(leaf.role == "column" and leaf.source.key is not None for leaf in needed)
+
+
+def _exit_of(region: Region, features: int, columns: int) -> Literal["none", "own", "query"]:
+    if _is_wide(region):
+        return "none"
+    return "query" if features == columns else "own"
 
 
 def _is_wide(region: Region) -> bool:

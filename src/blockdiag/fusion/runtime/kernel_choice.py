@@ -54,7 +54,7 @@ def own_forward_kernel(region: Region, arrays: Mapping[str, Any]) -> Kernel | No
         arrays: the leaves by name, from which lists of live tiles are computed.
     """
     tile = region.once(streamed_tile)
-    if tile is None or region.once(resident_kernel) is not None:
+    if tile is None:
         return None
     live = live_tiles(region, tile, arrays)
     try:

@@ -1,4 +1,4 @@
-"""Launches of generated kernels: which kernel, its arrays, grid and options on each architecture."""
+"""Launch plans of generated kernels: arrays, grid and options on each architecture."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Triton implementation of fused regions in JAX: launches of generated kernels."""
+"""Triton implementation of fused regions in JAX: forward and backward passes."""
 
 import dataclasses
 import functools

@@ -66,7 +66,7 @@ _FAR = gl.constexpr(28)
 
 
 @dataclass(frozen=True)
-class Functions:
+class BackwardFunctions:
     """Generated device functions; the module's docstring describes them."""
 
     own_place: Any
@@ -118,7 +118,7 @@ class BackwardShape:
     is_ordered: bool
 
 
-class Memory(NamedTuple):
+class BackwardMemory(NamedTuple):
     """Shared memory and barriers of a program."""
 
     key: Any
@@ -456,10 +456,11 @@ def one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient
     if WIDTH == 256:
         weights_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, M], SLOPES)
     # A full slot has 33 arrivals: one announces the bytes, the others are those of the threads of the loading warp.
-    memory = Memory(key_smem, value_smem, query_ring, cotangent_ring, log_sum_ring, delta_ring, slope_smem, part_smem,
-                    weights_smem, make_barriers(1, 1), make_barriers(STAGES, 33), make_barriers(STAGES, 1),
-                    make_barriers(STAGES, 33), make_barriers(STAGES, 1), make_barriers(REDUCERS, 1),
-                    make_barriers(REDUCERS, 1))
+    memory = BackwardMemory(
+        key_smem, value_smem, query_ring, cotangent_ring, log_sum_ring, delta_ring, slope_smem, part_smem, weights_smem,
+        make_barriers(1, 1), make_barriers(STAGES, 33), make_barriers(STAGES, 1), make_barriers(STAGES, 33),
+        make_barriers(STAGES, 1), make_barriers(REDUCERS, 1), make_barriers(REDUCERS, 1),
+    )
     program = gl.program_id(0)
     cell = program // SHAPE.key_tiles
     key_tile = program % SHAPE.key_tiles

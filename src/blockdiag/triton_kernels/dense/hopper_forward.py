@@ -1,8 +1,9 @@
 """Template in Gluon of the forward kernel for Hopper that streams keys and values through shared memory.
 
-An item is a tile of 128 queries of one line, the sequence at one combination of batch indices. Programs stay on their
-multiprocessors and take items from a shared counter until none is left, so that loads of the next item overlap the
-products of the last one. For each item a program visits the chunks of keys that the queries see.
+A line is the sequence at one combination of batch indices. An item is a tile of 128 queries of a line, and the chunks
+of keys that they see. Programs are persistent: each takes items from a shared counter until none is left, so that loads
+of the next item overlap the products of the last one. There is no room for a second tile of queries with 256 features,
+so the next item is then loaded once the results of the last one have left.
 
 | warps | function | work |
 |---|---|---|
@@ -10,8 +11,8 @@ products of the last one. For each item a program visits the chunks of keys that
 | 1 | `load` | take items, read lists, load queries, keys and values into rings of slots |
 
 A compute group starts the scores of a chunk before the value product of the chunk before. That value product then
-runs while the exponentials of the chunk are computed, as in FlashAttention-3 (Shah et al., 2024). Chunks that masks
-touch come first.
+runs while the exponentials of the chunk are computed, as in FlashAttention-3 (Shah et al., 2024). Of the chunks of an
+item, all of which are live, those come first that a mask may hide in part: the masked chunks.
 
 Tiles have powers of two as sizes, so a head dimension of 96 or 192 is moved and multiplied in two parts: 64 + 32, or
 128 + 64. The names of second parts end in "_more".
@@ -24,10 +25,10 @@ The caller passes `FUNCTIONS`, generated for a region:
 | query_at, key_at, ... (place, first) | the row and the column of an array's tile that starts at `first` |
 | row_at(place) | the offset of the line's first element in arrays [batch.., queries] |
 | line_at(place) | the index of the line among those whose lists differ |
-| walk(p_counts, p_tiles, list) | what `tile_at` needs to know about a list, given by its index |
+| walk(p_counts, p_tiles, list) | the numbers of a list that `tile_at` reads; the list is given by its index |
 | tile_at(p_tiles, list, walk, at) | the chunk at a place of a list |
 | rows(arrays, place, r_q) | the positions of queries, and the per-query numbers that scores need |
-| score, plain_score (rows, arrays, place, r_k, products) | scores, with masks and without, divided by the factor |
+| score, plain_score (rows, arrays, place, r_k, products) | scores, with and without masks, over a positive factor |
 | weight(rows, arrays, place) | a per-query factor of results |
 | offsets(place, r_q, r_c) | the offsets of results in memory |
 
@@ -63,7 +64,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @dataclass(frozen=True)
-class Functions:
+class ForwardFunctions:
     """Generated device functions; the module's docstring describes them."""
 
     place: Any
@@ -94,8 +95,8 @@ class ForwardShape:
         query_slots: slots for tiles of queries.
         query_tiles, chunks: tiles of queries, and chunks of keys, per line.
         lines: the number of lines.
-        together: the number of lines whose items are taken in turns.
-        masks: which of the visited chunks masks touch: "none", "all" or "some".
+        together: the number of lines whose items are interleaved.
+        masks: which of the chunks may be masked: "none", "all" or "some".
         is_listed: whether lists say which chunks the queries see; otherwise they see all.
         exit: where results are staged for the copy engine: "query" (the slot of the item's queries) or "own"; or
             "none": threads store them directly.
@@ -139,12 +140,12 @@ class Matrices(NamedTuple):
     output_more: Any
 
 
-class Memory(NamedTuple):
+class ForwardMemory(NamedTuple):
     """Shared memory and barriers of a program.
 
     Attributes:
         tiles: the number of the chunk in each slot of keys.
-        items, masked, live: announced items, each with its number of chunks that masks touch, and of all its chunks.
+        items, masked, live: announced items, and the numbers of their masked chunks and of their live chunks.
     """
 
     query: Any
@@ -198,7 +199,7 @@ def announce(memory, count, item, masked, live):
 
 @gluon.jit
 def next_item(memory, count):
-    """Return item number `count` of the program, its number of chunks that masks touch, and of all its chunks."""
+    """Return item number `count` of the program, and its numbers of masked chunks and of live chunks."""
     slot = count % AHEAD
     mbarrier.wait(memory.item_full.index(slot), count // AHEAD % 2)
     item = read_number(memory.items.index(slot))
@@ -309,7 +310,7 @@ def finish_scores(memory, arrays, place, rows, b_products, number, at, masked, U
                   FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Return the scores of chunk `number`, which is number `at` of its item, and free its slot.
 
-    It waits until all but UNDER_WAY products have completed. Masks touch the first `masked` chunks of the item.
+    It waits until all but UNDER_WAY products have completed. The first `masked` chunks of the item are masked.
     """
     CHUNK: gl.constexpr = SHAPE.chunk
     slot = number % SHAPE.slots
@@ -343,6 +344,8 @@ def weigh(memory, b_score, b_largest, number, GROUP: gl.constexpr, SHAPE: gl.con
         mbarrier.wait(memory.turns.index(GROUP), number % 2 ^ (1 - GROUP))
     b_power = gl.exp2(b_score * SHAPE.unit - gl.expand_dims(b_base, 1))
     if SHAPE.takes_turns:
+        # The compiler puts a barrier between the wait and this arrival, because both use one allocation. Without it, a
+        # slow warp might wait for a phase that has passed.
         mbarrier.arrive(memory.turns.index(1 - GROUP), count=1)
     return b_power, b_base
 
@@ -403,7 +406,7 @@ def step(memory, arrays, place, rows, query, query_more, number, at, masked, b_o
 
 @gluon.jit
 def free_query(memory, count, SHAPE: gl.constexpr):
-    """Free the queries' slot of item `count`, from which results have been stored."""
+    """Wait until the group's results have left shared memory, and free the queries' slot of item `count`."""
     tma.store_wait(0)
     thread_barrier()
     mbarrier.arrive(memory.query_empty.index(count % SHAPE.query_slots), count=1)
@@ -438,7 +441,7 @@ def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, 
         if SHAPE.exit == "query" and SHAPE.query_slots > 1:
             if count > 0:
                 free_query(memory, count - 1, SHAPE)
-        # Masks are applied to a line without live tiles too.
+        # The first chunk is computed with masks, so that there is no branch before the loop.
         masked = gl.maximum(masked, 1)
         b_score = finish_scores(memory, arrays, place, rows, b_products, number, 0, masked, 0, FUNCTIONS, SHAPE)
         b_largest = gl.max(b_score, 1)
@@ -555,10 +558,12 @@ def streamed_forward(matrices, p_output, arrays, p_counts, p_tiles, p_log_sum, p
     turns = item_full
     if SHAPE.takes_turns:
         turns = make_barriers(2, 1)
-    memory = Memory(query_ring, query_more, key_ring, key_more, value_ring, value_more, exit_memory, exit_more, tiles,
-                    items, masked, live, make_barriers(QUERY_SLOTS, 1), make_barriers(QUERY_SLOTS, 2),
-                    make_barriers(SLOTS, 1), make_barriers(SLOTS, 2), make_barriers(SLOTS, 1), make_barriers(SLOTS, 2),
-                    item_full, make_barriers(AHEAD, 2), turns)
+    memory = ForwardMemory(
+        query_ring, query_more, key_ring, key_more, value_ring, value_more, exit_memory, exit_more, tiles, items,
+        masked, live, make_barriers(QUERY_SLOTS, 1), make_barriers(QUERY_SLOTS, 2), make_barriers(SLOTS, 1),
+        make_barriers(SLOTS, 2), make_barriers(SLOTS, 1), make_barriers(SLOTS, 2), item_full, make_barriers(AHEAD, 2),
+        turns,
+    )
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(

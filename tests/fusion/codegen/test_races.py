@@ -1,0 +1,107 @@
+"""Tests that each barrier, fence and wait of the Hopper templates is needed, and that they suffice."""
+
+import functools
+import inspect
+import re
+
+import pytest
+
+from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule
+from blockdiag.triton_kernels.dense import hopper_backward, hopper_forward
+from blockdiag.triton_kernels.launch import plan as launch_plan
+from blockdiag.triton_kernels.launch.plan import Target
+from tests.fusion.codegen import test_one_pass, test_streamed
+from tests.fusion.gluon_interpreter import interpret_gluon
+from tests.fusion.thresholds import lifted
+
+FORWARD = ("cross", "one_chunk", "causal", "wide_result", "three_halves")
+BACKWARD = {"narrow": test_one_pass.FEW_PROGRAMS, "wide": test_one_pass.WIDE}
+ORDER = re.compile(
+    r"\s*(mbarrier\.(?:wait|arrive)\(|thread_barrier\(|fence_async_shared\(|tma\.store_wait\("
+    r"|(?P<names>\w+(?:, \w+)*) = warpgroup_mma_wait\(\w+, (?P<deps>.*))"
+)
+# What one may remove without a race in shared memory, by the line and the function that has it.
+NOT_NEEDED = {
+    # These change the order of exponentials of the groups, which no data depends on.
+    "mbarrier.wait(memory.turns.index(GROUP), number % 2 ^ (1 - GROUP)) of weigh",
+    "mbarrier.arrive(memory.turns.index(1 - GROUP), count=1) of weigh",
+    # The partitions start together, with barriers that have been initialised.
+    "fence_async_shared() of streamed_forward",
+    "thread_barrier() of streamed_forward",
+    "fence_async_shared() of one_pass_backward",
+    "thread_barrier() of one_pass_backward",
+    # A program must not end before its results are stored.
+    "tma.store_wait(0) of compute",
+    # `finish_values` has a barrier, too, after the last use of the queries.
+    "thread_barrier() of compute",
+    # The queries' slot, which is waited for first, is freed last.
+    "mbarrier.wait(memory.cotangent_empty.index(stage), number // STAGES % 2 ^ 1) of load",
+}
+
+
+def ordering_lines(template):
+    """Return the number, the text and a unique name of each line that orders accesses."""
+    found, names, function = [], set(), ""
+    for number, line in enumerate(inspect.getsource(template).split("\n")):
+        if match := re.match(r"def (\w+)\(", line):
+            function = match[1]
+        if ORDER.match(line):
+            name = f"{line.strip()} of {function}"
+            repeated = sum(x == name or x.startswith(f"{name} (") for x in names)
+            name = f"{name} ({repeated + 1})" if repeated else name
+            names.add(name)
+            found.append((number, line, name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def small_calls(monkeypatch):
+    monkeypatch.setitem(launch_plan._USUAL_MULTIPROCESSORS, 90, 2)
+    with lifted(one_pass_schedule, streamed_schedule):
+        yield
+
+
+@functools.cache
+def launch_of(template, name):
+    is_forward = template is hopper_forward
+    spec, arrays = test_streamed.launch_of(name) if is_forward else test_one_pass.launch_of(BACKWARD[name])
+    return spec.plan(Target.for_arch(90)), arrays
+
+
+TEMPLATES = [(hopper_forward, FORWARD), (hopper_backward, tuple(BACKWARD))]
+
+
+@pytest.mark.parametrize(("template", "name"), [(x, name) for x, names in TEMPLATES for name in names])
+def test_accesses_of_shared_memory_are_ordered(template, name):
+    plan, arrays = launch_of(template, name)
+    interpret_gluon(plan, *arrays, is_checked=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "names", "number", "line"),
+    [
+        pytest.param(template, names, number, line, id=f"{template.__name__.rpartition('.')[2]}-{name}")
+        for template, names in TEMPLATES
+        for number, line, name in ordering_lines(template)
+        if name not in NOT_NEEDED
+    ],
+)
+def test_removing_one_barrier_fence_or_wait_is_noticed(template, names, number, line):
+    def change(text):
+        lines = text.split("\n")
+        assert lines[number] == line
+        match = ORDER.match(line)
+        kept = f"{match['names']} = warpgroup_mma_wait(9, {match['deps']}" if match["names"] else "pass"
+        lines[number] = line[: len(line) - len(line.lstrip())] + kept
+        return "\n".join(lines)
+
+    def is_noticed(name):
+        plan, arrays = launch_of(template, name)
+        try:
+            interpret_gluon(plan, *arrays, change=change, is_checked=True)
+        except (AssertionError, AttributeError, TypeError):
+            # Races, deadlocks, and uses of products that are still in flight.
+            return True
+        return False
+
+    assert any(is_noticed(name) for name in names)

@@ -1,0 +1,193 @@
+"""Detector of races in the shared memory of Hopper kernels, for the interpreter.
+
+It checks the order that barriers, fences and waits impose, not the order in which a run happened to execute, so one run
+finds a missing wait whichever warps were slow. An actor is a partition, whose threads run together between thread
+barriers. What it knows is the latest time of each other actor, the latest fence of each, and the completed copies. A
+barrier passes on what the arriving threads had in common at their last thread barrier. The rules:
+
+| access | must know |
+|---|---|
+| threads read | the last write; of their own partition's writes, those before the last thread barrier |
+| tensor cores or the copy engine read | the same, and the writer's fence after the write |
+| threads write | the last write, and all reads, which have completed |
+| a copy writes | the same |
+
+Products and copies out of shared memory read until they are awaited.
+"""
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+ACTORS = 8
+_NOTHING, _COPY = -1, -2
+
+
+class Race(AssertionError):
+    """Two accesses of the same memory in no order."""
+
+
+@dataclass
+class Known:
+    """What happened before: the time and the last fence of each actor, and the completed copies."""
+
+    times: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))
+    fences: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))
+    copies: set[int] = field(default_factory=set)
+
+    def learn(self, other: "Known") -> None:
+        self.times = np.maximum(self.times, other.times)
+        self.fences = np.maximum(self.fences, other.fences)
+        self.copies = self.copies | other.copies
+
+
+@dataclass
+class Actor:
+    """A partition.
+
+    Attributes:
+        known: what each of its threads knows.
+        shared: what all of its threads have done or known since their last barrier.
+    """
+
+    index: int
+    known: Known = field(default_factory=Known)
+    shared: Known = field(default_factory=Known)
+
+    def tick(self) -> int:
+        self.known.times[self.index] += 1
+        return int(self.known.times[self.index])
+
+
+class Record:
+    """Accesses of each element of a buffer: its last write, the last read of each actor, and the reads in flight."""
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        shape = tuple(shape)
+        self.writer = np.full(shape, _NOTHING, np.int8)
+        self.written = np.zeros(shape, np.int64)
+        self.flying = np.zeros(shape, np.int16)
+        self.reads = [np.zeros(shape, np.int64) for _ in range(ACTORS)]
+
+    def view(self, change: Any) -> "Record":
+        """Return the record of a part of the buffer, which `change` cuts out of arrays of the buffer's shape."""
+        found = object.__new__(Record)
+        found.writer, found.written, found.flying = (change(x) for x in (self.writer, self.written, self.flying))
+        found.reads = [change(x) for x in self.reads]
+        return found
+
+
+class Races:
+    """The accesses of one program."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._actors: dict[int, Actor] = {}
+        self._copies = 0
+        self._main = self.enter(0)
+
+    def enter(self, index: int) -> Actor:
+        """Make the calling thread an actor that knows what the first one knew at its last thread barrier."""
+        actor = Actor(index)
+        if index:
+            actor.known.learn(self._main.shared)
+            actor.shared.learn(self._main.shared)
+        self._actors[threading.get_ident()] = actor
+        return actor
+
+    @property
+    def _actor(self) -> Actor:
+        return self._actors[threading.get_ident()]
+
+    # Order
+
+    def fence(self) -> None:
+        actor = self._actor
+        actor.known.fences[actor.index] = actor.tick()
+
+    def thread_barrier(self) -> None:
+        actor = self._actor
+        actor.tick()
+        actor.shared.learn(actor.known)
+
+    def learn(self, known: Known) -> None:
+        """Note that the threads of the calling actor have waited for what is known."""
+        actor = self._actor
+        actor.known.learn(known)
+        actor.shared.learn(known)
+
+    def common(self) -> Known:
+        """Return what the calling actor's threads have in common, which an arrival at a barrier passes on."""
+        return self._actor.shared
+
+    def learn_copies(self, copies: Iterable[int]) -> None:
+        self.learn(Known(copies=set(copies)))
+
+    # Accesses
+
+    def read(self, record: Record, *, by_engine: bool = False) -> None:
+        """Note a read by threads, or the start of a read by tensor cores or the copy engine."""
+        with self._lock:
+            actor = self._actor
+            time = actor.tick()
+            self._check_write(record, actor, needs_fence=by_engine)
+            if (record.writer == _NOTHING).any():
+                raise Race("memory is read that nothing has been written to")
+            if by_engine:
+                record.flying += 1
+            else:
+                record.reads[actor.index][...] = time
+
+    def end_read(self, record: Record) -> None:
+        """Note that the calling actor has waited for the end of an engine's read."""
+        with self._lock:
+            actor = self._actor
+            record.flying -= 1
+            record.reads[actor.index][...] = actor.tick()
+
+    def write(self, record: Record) -> None:
+        """Note a write by threads."""
+        with self._lock:
+            actor = self._actor
+            time = actor.tick()
+            self._check_write(record, actor, may_be_own=True)
+            self._check_reads(record, actor)
+            record.writer[...], record.written[...] = actor.index, time
+
+    def copy(self, record: Record) -> int:
+        """Note the start of a copy into shared memory, and return its number."""
+        with self._lock:
+            actor = self._actor
+            actor.tick()
+            self._check_write(record, actor)
+            self._check_reads(record, actor)
+            self._copies += 1
+            record.writer[...], record.written[...] = _COPY, self._copies
+            return self._copies
+
+    @staticmethod
+    def _check_write(record: Record, actor: Actor, *, needs_fence: bool = False, may_be_own: bool = False) -> None:
+        known = actor.known
+        for writer in np.unique(record.writer):
+            written = record.written[record.writer == writer]
+            if writer == _COPY:
+                if not set(np.unique(written).tolist()) <= known.copies:
+                    raise Race("an access does not wait for a copy into the memory")
+            elif writer >= 0 and not (may_be_own and writer == actor.index):
+                least = actor.shared if writer == actor.index else known
+                if (written > least.times[writer]).any():
+                    raise Race("an access does not wait for a write")
+                if needs_fence and (written > least.fences[writer]).any():
+                    raise Race("an engine reads what threads have written without a fence")
+
+    @staticmethod
+    def _check_reads(record: Record, actor: Actor) -> None:
+        if record.flying.any():
+            raise Race("memory is overwritten while an engine reads it")
+        for index, times in enumerate(record.reads):
+            least = actor.shared if index == actor.index else actor.known
+            if (times > least.times[index]).any():
+                raise Race("memory is overwritten before it has been read")
