@@ -32,7 +32,7 @@ class Race(AssertionError):
 
 @dataclass
 class Known:
-    """What happened before: the time and the last fence of each actor, and the completed copies."""
+    """What an actor knows: the time and the last fence of each actor, and the completed copies."""
 
     times: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))
     fences: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))
