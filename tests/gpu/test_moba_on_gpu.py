@@ -32,6 +32,23 @@ CASES = {
         masked=0.3,
         dtype="bfloat16",
     ),
+    "long": MoBACase(lengths=(3000,), head_dim=128, block_size=16, slots=7, dtype="bfloat16", is_long=True),
+    "long, float16, grouped, packed, masked": MoBACase(
+        lengths=(700, 0, 613),
+        padding=40,
+        spare_blocks=2,
+        query_heads=4,
+        head_dim=64,
+        block_size=16,
+        slots=5,
+        masked=0.3,
+        dtype="float16",
+        is_long=True,
+    ),
+    "long, many slots": MoBACase(
+        lengths=(900, 900), head_dim=64, block_size=16, slots=15, is_causal=False, dtype="bfloat16", is_long=True
+    ),
+    "long, wide heads": MoBACase(lengths=(500,), head_dim=256, block_size=16, slots=3, dtype="float16", is_long=True),
     "edited own": MoBACase(
         lengths=(520, 70), head_dim=128, block_size=128, slots=3, edits="own", padding=9, dtype="bfloat16"
     ),
@@ -66,9 +83,10 @@ def test_moba_routing_matches_exact_routing(name):
         np.testing.assert_allclose(scores[n, t, row], scores[n, t, best], rtol=3e-5, atol=1e-5)
 
 
-def test_moba_routing_of_many_blocks_matches_xla():
+@pytest.mark.parametrize(("tokens", "dtype"), [(4096, "bfloat16"), (9000, "bfloat16"), (9000, "float16")])
+def test_moba_routing_of_many_blocks_matches_xla(tokens, dtype):
     """The call has thousands of queries, for which the fast comparison of scores is often inconclusive."""
-    query, key = jax.random.normal(jax.random.key(0), (2, 1, 4096, 2, 64), jnp.bfloat16)
+    query, key = jax.random.normal(jax.random.key(0), (2, 1, tokens, 2, 64), jnp.dtype(dtype))
     ours = blockdiag.moba_routing(query, key, block_size=16, top_k=8, implementation="triton").indices
     with jax.default_matmul_precision("highest"):
         other = blockdiag.moba_routing(query, key, block_size=16, top_k=8, implementation="xla").indices

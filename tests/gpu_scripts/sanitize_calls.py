@@ -145,6 +145,7 @@ def _moba_cases() -> dict[str, Any]:
         ),
         "not causal": MoBACase(lengths=(200, 200), key_lengths=(600, 600), is_causal=False, top_k=2, **tile),
         "many blocks": MoBACase(lengths=(1500,), head_dim=64, dtype="bfloat16", block_size=16, top_k=8),
+        "long sequence": MoBACase(lengths=(8200,), head_dim=64, dtype="float16", block_size=16, top_k=4),
         "blocks of 512": MoBACase(lengths=(1100,), head_dim=128, dtype="bfloat16", block_size=512, top_k=2),
         "heads of 256": MoBACase(lengths=(300,), head_dim=256, dtype="bfloat16", block_size=64, top_k=3),
         "float32": MoBACase(lengths=(200,), head_dim=64, block_size=32, query_heads=4, mask=0.2),

@@ -48,6 +48,7 @@ class MoBACase:
         edits: how the routing differs from that of the scores: "none", "random" (any allowed blocks, in any number and
             order) or "own" (random, and only some queries see their own block).
         spare_blocks: unused rows of the block table.
+        is_long: whether queries choose as they do in long sequences, which have at least 512 blocks.
     """
 
     lengths: tuple[int, ...]
@@ -64,6 +65,7 @@ class MoBACase:
     scale: float | None = None
     edits: str = "none"
     spare_blocks: int = 0
+    is_long: bool = False
 
     @property
     def sequences(self) -> list[tuple[int, int, int, int]]:
@@ -91,6 +93,7 @@ class MoBACase:
             has_key_mask=self.masked is not None,
             scale=self.head_dim**-0.5 if self.scale is None else self.scale,
             has_padding=self.padding > 0,
+            sequence_blocks=512 if self.is_long else 0,
         )
 
     @functools.cached_property

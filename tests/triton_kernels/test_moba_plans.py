@@ -20,6 +20,7 @@ BASE = MoBAProblem(
     dtype="bfloat16",
     block_size=128,
     num_blocks=1024,
+    sequence_blocks=1024,
     slots=7,
     is_causal=True,
     has_key_mask=False,
@@ -31,12 +32,13 @@ PROBLEMS = {
     "grouped, fp16, masked, padded": dataclasses.replace(
         BASE, key_heads=4, dtype="float16", has_key_mask=True, has_padding=True
     ),
-    "large blocks": dataclasses.replace(BASE, block_size=512, num_blocks=256, slots=1),
+    "h64, fp16": dataclasses.replace(BASE, head_dim=64, block_size=64, num_blocks=2048, dtype="float16"),
+    "large blocks": dataclasses.replace(BASE, block_size=512, num_blocks=256, sequence_blocks=256, slots=1),
     "h256, not causal": dataclasses.replace(BASE, head_dim=256, is_causal=False),
     "fp32": dataclasses.replace(BASE, dtype="float32", head_dim=64),
     "own block only": dataclasses.replace(BASE, slots=0),
-    "one head": dataclasses.replace(
-        BASE, query_tokens=262144, key_tokens=262144, num_blocks=2048, query_heads=1, key_heads=1
+    "one head, short sequences": dataclasses.replace(
+        BASE, query_tokens=262144, key_tokens=262144, num_blocks=2048, sequence_blocks=256, query_heads=1, key_heads=1
     ),
 }
 # These launches have matrix products. The others count, add and move.
@@ -50,20 +52,20 @@ KNOWN_SPILLS = {
     ("h128", "blocks_backward", 80): 8,
     ("grouped, fp16, masked, padded", "blocks_backward", 80): 64,
     ("own block only", "blocks_backward", 80): 16,
-    ("one head", "blocks_backward", 90): 6,
-    ("one head", "blocks_backward", 80): 8,
+    ("one head, short sequences", "blocks_backward", 90): 6,
+    ("one head, short sequences", "blocks_backward", 80): 8,
 }
 # A newer Triton compiles the same warps of the Hopper kernel with more accesses.
 if version() >= (3, 8):
     KNOWN_SPILLS |= {
         ("h128", "blocks_backward", 90): 30,
-        ("one head", "blocks_backward", 90): 30,
+        ("one head, short sequences", "blocks_backward", 90): 30,
         ("grouped, fp16, masked, padded", "blocks_backward", 90): 69,
     }
 
 
 def launches(problem):
-    routing = (*routing_steps(), *list_steps()) if problem.slots else ()
+    routing = (*routing_steps(problem), *list_steps()) if problem.slots else ()
     steps = dict.fromkeys((*routing, *forward_steps(problem), *backward_steps(problem)))
     return [MoBALaunch(problem, kind, heads=heads) for kind, heads in steps]
 
@@ -97,8 +99,11 @@ def test_hopper_kernels_are_chosen_where_they_fit():
         return {launch.plan(Target(90, 132)).kernel.fn.__name__ for launch in launches(problem)}
 
     hopper = {"moba_hopper_choose", "moba_hopper_forward", "moba_hopper_backward"}
-    assert hopper <= kernels(BASE)
-    assert kernels(dataclasses.replace(BASE, dtype="float16")) & hopper == hopper - {"moba_hopper_choose"}
+    assert hopper | {"moba_halves"} <= kernels(BASE)
+    assert hopper <= kernels(dataclasses.replace(BASE, dtype="float16"))
+    assert "moba_halves" not in kernels(dataclasses.replace(BASE, sequence_blocks=511))
+    short = dataclasses.replace(BASE, dtype="float16", sequence_blocks=511)
+    assert kernels(short) & hopper == hopper - {"moba_hopper_choose"}
     assert not kernels(dataclasses.replace(BASE, dtype="float32", head_dim=64)) & hopper
     assert not kernels(dataclasses.replace(BASE, block_size=512, num_blocks=256)) & (hopper - {"moba_hopper_choose"})
 

@@ -230,6 +230,12 @@ EXPLAINED = [
     (
         "handed over by an mbarrier",
         "racecheck",
+        "fuse_streamed_1",
+        race(*(f"{access} access at fused_forward_streamed+0x7e90" for access in ("Write", "Read", "Read"))),
+    ),
+    (
+        "handed over by an mbarrier",
+        "racecheck",
         "fuse_torch",
         race(
             f"Write access at fused_rows_and_pairs_resident+0x2c20 in {RESIDENT}:1",
@@ -264,6 +270,7 @@ EXPLAINED = [
         "fuse_structures",
         COPY.replace("full tiles", "projected"),
     ),
+    ("counter of items", "initcheck", "fuse_streamed_2", read(4, "fused_forward_streamed+0x7170", "padded")),
     ("counter of a loop of XLA", "initcheck", "fuse_masks", read(4, "loop_add_fusion+0x40", "packed_documents")),
 ]
 UNEXPLAINED = {
@@ -313,6 +320,7 @@ UNEXPLAINED = {
     "a kernel that reads parts": ("initcheck", "paged", read(16, "paged_splits+0x6d0")),
     "a copy where nothing leaves by the copy engine": ("initcheck", "moba", COPY),
     "a kernel of the library": ("initcheck", "fuse_streamed_1", read(2, "fused_columns+0x80")),
+    "a larger read than that of a counter": ("initcheck", "fuse_streamed_1", read(8, "fused_forward_streamed+0x7170")),
     "another call": ("initcheck", "fuse_structures", read(2, "loop_slice_fusion+0x250", "latent")),
     "a second counter": ("initcheck", "fuse_masks", 2 * read(4, "loop_add_fusion+0x40", "packed_documents")),
     "no call": ("initcheck", "fuse_masks", "=========  \n".join(read(4, "loop_add_fusion+0x40").splitlines(True)[:-1])),

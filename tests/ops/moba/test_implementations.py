@@ -49,6 +49,10 @@ CASES = {
     "edited own, packed, masked": MoBACase(
         lengths=(20, 0, 40), key_lengths=(33, 4, 40), padding=6, spare_blocks=1, edits="own", masked=0.4
     ),
+    "long, bfloat16": MoBACase(lengths=(70,), dtype="bfloat16", head_dim=72, slots=3, is_long=True),
+    "long, float16, packed, masked": MoBACase(
+        lengths=(20, 0, 60), padding=9, spare_blocks=1, masked=0.3, dtype="float16", query_heads=4, is_long=True
+    ),
     "no tokens": MoBACase(lengths=(0, 0)),
     "no queries": MoBACase(lengths=(0,), key_lengths=(20,)),
     "no keys": MoBACase(lengths=(20,), key_lengths=(0,)),
@@ -71,6 +75,8 @@ INTERPRETED_CASES = (
     "key mask, packed, bfloat16",
     "not causal, packed, masked",
     "edited own, packed, masked",
+    "long, bfloat16",
+    "long, float16, packed, masked",
 )
 
 
@@ -184,6 +190,19 @@ def test_routing_of_a_block_with_nan_scores_never_chooses_it(implementation, val
     bad = 20 // case.block_size
     assert (clean == bad).any()
     np.testing.assert_array_equal(np.sort(chosen, axis=-1), np.sort(np.where(clean == bad, -1, clean), axis=-1))
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+@pytest.mark.parametrize("factor", [2.0**20, 2.0**-20])
+def test_routing_of_long_sequences_ignores_the_magnitude_of_queries_and_of_other_sequences(implementation, factor):
+    """Halves of mean keys are float16, whose range is smaller."""
+    case = MoBACase(lengths=(70, 70), dtype="bfloat16", slots=2, is_long=True)
+    case.skip_unless_supported(implementation)
+    query, key, *_ = case.operands()
+    scaled = query * jnp.asarray(factor, query.dtype), key.at[70:].multiply(factor**3)
+    chosen = case.route(implementation, (query, key))
+    assert (chosen >= 0).any()
+    np.testing.assert_array_equal(case.route(implementation, scaled), chosen)
 
 
 @pytest.mark.parametrize("implementation", MODULES)

@@ -67,6 +67,7 @@ def describe_moba_call(
         has_key_mask=key_mask is not None,
         scale=validation.check_scale(scale, head_dim),
         has_padding=sequence_offsets is not None,
+        sequence_blocks=longest,
     )
 
 

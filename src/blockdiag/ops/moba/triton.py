@@ -57,7 +57,7 @@ def choose(
 ) -> Array:
     """Return the blocks that each query chooses, given mean keys; see `route`."""
     arrays = {"query": query, "centroids": centroids, "queries": queries}
-    return _run(choice_steps(), problem, arrays, interpret)["chosen"]
+    return _run(choice_steps(problem), problem, arrays, interpret)["chosen"]
 
 
 def make_lists(problem: MoBAProblem, chosen: Array, *, interpret: bool = False) -> Lists:

@@ -18,6 +18,9 @@ MANY_HEADS_SPANS = 256
 _ALL_HEADS_SPANS = 1024
 _FEWEST_SPAN_ROWS = 256
 
+# Fewest blocks of a sequence for which mean keys are split into two halves.
+_FEWEST_HALVED_BLOCKS = 512
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -75,6 +78,12 @@ def span_rows(problem: MoBAProblem) -> int:
     return max(_FEWEST_SPAN_ROWS, 64 * -(-problem.query_tokens // (64 * spans)))
 
 
+def has_halves(problem: MoBAProblem) -> bool:
+    """Return whether queries choose by two float16 halves of each mean key, instead of by its parts."""
+    is_long = problem.sequence_blocks >= _FEWEST_HALVED_BLOCKS
+    return problem.dtype in SIXTEEN_BIT_FLOATS and problem.slots > 0 and is_long
+
+
 def key_rows(problem: MoBAProblem) -> int:
     """Return the keys of a tile: the whole block if it is small enough."""
     largest = 16 if problem.dtype == "float32" else 128 if problem.head_dim <= 128 else 64
@@ -98,6 +107,8 @@ def config_of(problem: MoBAProblem, kind: str, arch: int) -> Config:
     match kind:
         case "centroids":
             return Config(rows=CENTROID_ROWS, num_warps=1 if problem.head_dim <= 128 else 2)
+        case "halves":
+            return Config(rows=16)
         case "choose":
             is_large = is_wide or problem.slots > 16
             few_warps = 8 if is_crowded else 4
@@ -145,9 +156,9 @@ def hopper_config(problem: MoBAProblem, kind: str, arch: int) -> Config | None:
     keys = key_rows(problem)
     is_whole = keys in (64, 128) and key_tiles(problem) == 1
     match kind:
-        case "choose" if problem.dtype == "bfloat16" and 1 <= problem.slots <= 15:
+        case "choose" if (problem.dtype == "bfloat16" or has_halves(problem)) and 1 <= problem.slots <= 15:
             # Three or four programs per multiprocessor, because a program does not overlap products with its sorting.
-            few = 160 if problem.head_dim == 128 else 128
+            few = 128 if problem.head_dim == 64 and not has_halves(problem) else 168
             return Config(rows=64, blocks=64, num_warps=4, max_registers=few if problem.slots <= 7 else None)
         case "blocks_forward" if is_whole:
             return Config(rows=64, keys=keys, num_warps=4)

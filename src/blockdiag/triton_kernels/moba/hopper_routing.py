@@ -1,4 +1,4 @@
-"""A hand-scheduled Hopper version of `routing.moba_choose`, for bfloat16 and few slots.
+"""A hand-scheduled Hopper version of `routing.moba_choose`, for few slots.
 
 Sorting is most of the work. Each thread sorts its own scores of a tile with a sorting network and merges the best ones
 into its list of the best so far, all in registers. The lists of a row's four threads are merged once, at the end.
@@ -12,6 +12,8 @@ with whole scores. It does the same for scores that are not finite.
 # ruff: noqa: RUF005
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
 # fmt: off
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,26 +36,51 @@ EIGHT = gl.constexpr((
 ))
 
 
+class CentroidMemory(NamedTuple):
+    """Shared memory of a tile of centroids.
+
+    Attributes:
+        parts: the parts, [part, block, feature].
+        scales: the factors of scores, [block], where parts are halves.
+    """
+
+    parts: Any
+    scales: Any
+
+
 @gluon.jit
-def load_centroids(memory, place, p_centroids, first, lowest, key_head, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+def load_centroids(memory, p_parts, p_scale, first, lowest, key_head, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                    PARTS: gl.constexpr, LINES: gl.constexpr):
     """Start copying all parts of the centroids of blocks [first, first + rows). Blocks before `lowest` are zero."""
-    o_block = first + gl.expand_dims(gl.arange(0, memory.shape[1], gl.SliceLayout(1, LINES)), 1)
+    BLOCKS: gl.constexpr = memory.parts.shape[1]
+    o_block = first + gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
-    p_part = p_centroids + (o_block * KEY_HEADS + key_head).to(gl.int64) * (PARTS * HEAD_DIM) + o_column
+    p_part = p_parts + (o_block * KEY_HEADS + key_head).to(gl.int64) * (PARTS * HEAD_DIM) + o_column
     for part in gl.static_range(PARTS):
-        load_async(memory.index(place + part), p_part + part * HEAD_DIM,
-                                               mask=(o_block >= lowest) & (o_column >= 0))
+        load_async(memory.parts.index(part), p_part + part * HEAD_DIM, mask=(o_block >= lowest) & (o_column >= 0))
+    if p_scale is not None:
+        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        o_scale = first + gl.arange(0, BLOCKS, LINE)
+        load_async(memory.scales, p_scale + o_scale, mask=o_scale >= lowest)
     async_copy.commit_group()
 
 
 @gluon.jit
-def score_blocks(b_query, memory, place, b_zero, PARTS: gl.constexpr):
-    """Start computing scores, the least significant parts first. The order determines the rounding of the result."""
-    b_scores = warpgroup_mma(b_query, memory.index(place + PARTS - 1).permute((1, 0)), b_zero, use_acc=False,
+def score_blocks(b_query, memory, p_scale, b_zero, PARTS: gl.constexpr):
+    """Return the scores of a tile, and wait until all threads have read it.
+
+    The least significant parts come first. The order determines the rounding of the result.
+    """
+    b_scores = warpgroup_mma(b_query, memory.parts.index(PARTS - 1).permute((1, 0)), b_zero, use_acc=False,
                              is_async=True)
     for part in gl.static_range(PARTS - 2, -1, -1):
-        b_scores = warpgroup_mma(b_query, memory.index(place + part).permute((1, 0)), b_scores, is_async=True)
+        b_scores = warpgroup_mma(b_query, memory.parts.index(part).permute((1, 0)), b_scores, is_async=True)
+    if p_scale is not None:
+        b_scale = memory.scales.load(gl.SliceLayout(0, b_zero.type.layout))
+        b_scores = warpgroup_mma_wait(0, deps=[b_scores]) * gl.expand_dims(b_scale, 0)
+    else:
+        b_scores = warpgroup_mma_wait(0, deps=[b_scores])
+    thread_barrier()
     return b_scores
 
 
@@ -249,7 +276,7 @@ def insert_best(best, ids, b_top, b_id, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def choose_exactly(b_query, c_smem, p_centroids, b_first, b_end, lowest, highest, tiles, key_head, b_zero,
+def choose_exactly(b_query, memory, p_parts, p_scale, b_first, b_end, lowest, highest, tiles, key_head, b_zero,
                    KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
                    LINES: gl.constexpr):
     """Select the best blocks one by one, by whole scores. Ties go to the later block."""
@@ -262,12 +289,11 @@ def choose_exactly(b_query, c_smem, p_centroids, b_first, b_end, lowest, highest
         ids = ids + (gl.full([b_zero.shape[0]], -1, gl.int32, gl.SliceLayout(1, S)),)
     for tile in range(tiles):
         first = highest - (tile + 1) * BLOCKS
-        thread_barrier()
-        load_centroids(c_smem, 0, p_centroids, first, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
+        load_centroids(memory, p_parts, p_scale, first, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
         async_copy.wait_group(0)
         fence_async_shared()
         thread_barrier()
-        b_scores = warpgroup_mma_wait(0, deps=[score_blocks(b_query, c_smem, 0, b_zero, PARTS)])
+        b_scores = score_blocks(b_query, memory, p_scale, b_zero, PARTS)
         o_block = first + gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, S)), 0)
         m_better = (o_block >= gl.expand_dims(b_first, 1)) & (o_block < gl.expand_dims(b_end, 1))
         # The comparison is false for NaN.
@@ -283,6 +309,15 @@ def choose_exactly(b_query, c_smem, p_centroids, b_first, b_end, lowest, highest
 
 
 @gluon.jit
+def scale_queries(b_query):
+    """Return float16 queries, times a power of two for each row that makes its largest element about 1."""
+    b_query = b_query.to(gl.float32)
+    b_exponent = gl.max(gl.abs(b_query), 1).to(gl.int32, bitcast=True) & 0x7F800000
+    b_factor = gl.where(b_exponent == 0x7F800000, 1.0, (0x7F000000 - b_exponent).to(gl.float32, bitcast=True))
+    return (b_query * gl.expand_dims(b_factor, 1)).to(gl.float16)
+
+
+@gluon.jit
 def bounds_of_both(lowest, highest, all_from, all_until, other_lowest, other_highest, other_all_from, other_all_until):
     """Combine two sets of bounds for a reduction: minimum, maximum, maximum and minimum."""
     return (gl.minimum(lowest, other_lowest), gl.maximum(highest, other_highest),
@@ -290,7 +325,7 @@ def bounds_of_both(lowest, highest, all_from, all_until, other_lowest, other_hig
 
 
 @gluon.jit
-def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
+def moba_hopper_choose(query, p_centroids, p_halves, p_scales, p_queries, p_chosen, query_tokens, num_blocks,
                        QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
                        SLOTS: gl.constexpr, KEEP: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
                        MASK: gl.constexpr):
@@ -303,18 +338,30 @@ def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     key_head = head // (QUERY_HEADS // KEY_HEADS)
     WARPS: gl.constexpr = gl.num_warps()
     gl.static_assert(ROWS == 64 and WARPS == 4)
-    dtype: gl.constexpr = query.dtype.element_ty
+    if p_halves is None:
+        p_parts = p_centroids
+    else:
+        p_parts = p_halves
+    dtype: gl.constexpr = p_parts.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCKS, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    c_smem = gl.allocate_shared_memory(dtype, [PARTS, BLOCKS, HEAD_DIM], TILE)
+    parts = gl.allocate_shared_memory(dtype, [PARTS, BLOCKS, HEAD_DIM], TILE)
+    scales = parts
+    p_scale = p_scales
+    if p_scales is not None:
+        scales = gl.allocate_shared_memory(gl.float32, [BLOCKS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        p_scale = p_scales + key_head * num_blocks
+    memory = CentroidMemory(parts, scales)
     # Late queries choose among more blocks. Their programs start first, so that none of them runs alone at the end.
     first_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * ROWS
     o_line = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
     p_query = query + o_line.to(gl.int64) * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
     b_query = gl.load(p_query, mask=(o_line < query_tokens) & (o_column >= 0), other=0.0)
+    if p_halves is not None:
+        b_query = scale_queries(b_query)
     o_row = first_row + gl.arange(0, ROWS, ROW)
     m_row = o_row < query_tokens
     b_first = gl.load(p_queries + o_row * 4, mask=m_row, other=0)
@@ -325,7 +372,7 @@ def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     tiles = gl.maximum(highest - lowest + BLOCKS - 1, 0) // BLOCKS
     if lowest >= highest:
         tiles = 0
-    load_centroids(c_smem, 0, p_centroids, highest - BLOCKS, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
+    load_centroids(memory, p_parts, p_scale, highest - BLOCKS, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
     # With the queries in registers the tensor cores read only one operand from shared memory, whose bandwidth would
     # limit them otherwise.
     b_query = gl.convert_layout(b_query, gl.DotOperandLayout(0, S, 2))
@@ -343,10 +390,9 @@ def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
         async_copy.wait_group(0)
         fence_async_shared()
         thread_barrier()
-        b_scores = warpgroup_mma_wait(0, deps=[score_blocks(b_query, c_smem, 0, b_zero, PARTS)])
-        thread_barrier()
+        b_scores = score_blocks(b_query, memory, p_scale, b_zero, PARTS)
         first = highest - (tile + 1) * BLOCKS
-        load_centroids(c_smem, 0, p_centroids, first - BLOCKS, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
+        load_centroids(memory, p_parts, p_scale, first - BLOCKS, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
         if first < all_from or first + BLOCKS > all_until:
             b_first = gl.load(p_queries + o_row * 4, mask=m_row, other=0)
             b_end = gl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
@@ -378,8 +424,8 @@ def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     if gl.max(m_open.to(gl.int32), 0) > 0:
         b_first = gl.load(p_queries + o_row * 4, mask=m_row, other=0)
         b_end = gl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
-        exact = choose_exactly(b_query, c_smem, p_centroids, b_first, b_end, lowest, highest, tiles, key_head, b_zero,
-                               KEY_HEADS, HEAD_DIM, PARTS, SLOTS, LINES)
+        exact = choose_exactly(b_query, memory, p_parts, p_scale, b_first, b_end, lowest, highest, tiles, key_head,
+                               b_zero, KEY_HEADS, HEAD_DIM, PARTS, SLOTS, LINES)
         chosen = ()
         for slot in gl.static_range(SLOTS):
             chosen = chosen + (gl.convert_layout(exact[slot], ONE),)
@@ -387,4 +433,5 @@ def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     p_row = p_chosen + (head.to(gl.int64) * query_tokens + o_store) * SLOTS
     for slot in gl.static_range(SLOTS):
         gl.store(p_row + slot, chosen[slot], mask=o_store < query_tokens)
-    c_smem._keep_alive()
+    parts._keep_alive()
+    scales._keep_alive()

@@ -43,6 +43,7 @@ from blockdiag.triton_kernels.moba.configs import (
     MANY_HEADS_SPANS,
     Config,
     config_of,
+    has_halves,
     hopper_config,
     key_tiles,
     span_rows,
@@ -50,8 +51,8 @@ from blockdiag.triton_kernels.moba.configs import (
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 Kind = Literal[
-    "centroids", "choose", "count", "add_spans", "offsets", "entries", "items", "blocks_forward", "merge_forward",
-    "starts", "blocks_backward", "query_parts", "merge_backward",
+    "centroids", "halves", "choose", "count", "add_spans", "offsets", "entries", "items", "blocks_forward",
+    "merge_forward", "starts", "blocks_backward", "query_parts", "merge_backward",
 ]  # fmt: skip
 
 
@@ -69,7 +70,8 @@ _STARTS = ("score_start", "weight_start")
 _KEY_GRADIENTS = ("d_key", "d_value")
 _KINDS: Mapping[str, _Arrays] = {
     "centroids": _Arrays("routing", ("key", "mask", "blocks"), ("centroids",)),
-    "choose": _Arrays("routing", ("query", "centroids", "queries"), ("chosen",)),
+    "halves": _Arrays("routing", ("centroids",), ("halves", "scales")),
+    "choose": _Arrays("routing", ("query", "centroids", "halves", "scales", "queries"), ("chosen",)),
     "count": _Arrays("lists", ("chosen",), ("counters", "ranks")),
     "add_spans": _Arrays("lists", ("counters",), ("counts",)),
     "offsets": _Arrays("lists", ("counters", "counts"), ("offsets", "before")),
@@ -261,8 +263,8 @@ class MoBALaunch:
         own = seen * problem.block_size
         match self.kind:
             case "choose":
-                # Every query is multiplied with all parts of the mean keys.
-                return 2.0 * rows * seen * problem.num_blocks * self._array_spec("centroids").shape[2]
+                # Every query is multiplied by all parts of the mean keys.
+                return 2.0 * rows * seen * problem.num_blocks * self._parts
             case "blocks_forward":
                 return 4.0 * rows * problem.slots * problem.block_size
             case "merge_forward":
@@ -305,8 +307,17 @@ class MoBALaunch:
         """The first query head."""
         return 0 if self.heads is None else self.heads[0] * self.problem.group_size
 
+    @property
+    def _parts(self) -> int:
+        """The parts of mean keys that the launch reads."""
+        return 2 if self.kind == "choose" and has_halves(self.problem) else self.problem.centroid_parts
+
     def _is_present(self, name: str) -> bool:
         match name:
+            case "centroids" if self.kind == "choose":
+                return not has_halves(self.problem)
+            case "halves" | "scales":
+                return has_halves(self.problem)
             case "mask":
                 return self.problem.has_key_mask
             case "own":
@@ -344,6 +355,10 @@ class MoBALaunch:
             case "centroids":
                 shape = (problem.num_blocks, problem.key_heads, problem.centroid_parts, head_dim)
                 return TensorSpec(shape, problem.dtype)
+            case "halves":
+                return TensorSpec((problem.num_blocks, problem.key_heads, 2, head_dim), "float16")
+            case "scales":
+                return TensorSpec((problem.key_heads, problem.num_blocks), "float32")
             case "mask":
                 return TensorSpec((problem.key_tokens,), "int8")
             case "own":
@@ -382,6 +397,8 @@ class MoBALaunch:
         match self.kind:
             case "centroids":
                 return max(1, blocks), problem.key_heads, 1
+            case "halves":
+                return max(1, -(-blocks // config.rows)), problem.key_heads, 1
             case "choose" | "entries":
                 return query_tiles, heads, 1
             case "merge_forward" | "merge_backward":
@@ -425,8 +442,8 @@ class MoBALaunch:
             "KEY_HEADS": problem.key_heads,
             "HEAD_DIM": problem.head_dim,
             "COLUMNS": max(16, next_power_of_2(problem.head_dim)),
-            "PARTS": problem.centroid_parts,
-            "PART_SCALE": problem.centroid_scale,
+            "PARTS": self._parts,
+            "PART_SCALE": 1.0 if self._parts == 2 else problem.centroid_scale,
             "SLOTS": problem.slots,
             # Entries of the list of the best blocks: one more than the slots, to compare the last selected block with
             # the first rejected one.

@@ -3,6 +3,10 @@
 Scores have float32 precision even for 16-bit queries. Each centroid is held as three parts in the query's dtype, which
 have 24 bits together: each part is the rounded remainder of the previous ones. Products of two 16-bit numbers are exact
 in the float32 accumulator. The order of every sum is fixed, except for the rounding inside one tensor-core product.
+
+Where queries choose among many blocks, two float16 halves take the place of the three parts, and queries become
+float16. Powers of two scale each block's mean key and each query. An element of a mean key is then off by at most 2^-23
+of itself or 2^-39 of the block's largest one. Queries are exact, except for elements below 2^-17 of the largest one.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -49,7 +53,39 @@ def moba_centroids(key, p_mask, p_blocks, p_centroids,
 
 
 @triton.jit
-def moba_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
+def moba_halves(p_centroids, p_halves, p_scales, num_blocks,
+                KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+                PART_SCALE: tl.constexpr, ROWS: tl.constexpr):
+    """Round mean keys to sums of two float16 halves, [block, head, half, HEAD_DIM], times scales [head, block].
+
+    Scales are powers of two such that the largest element of a block's halves is between 2^14 and 2^15. The halves of a
+    block without keys are NaN.
+    """
+    head = tl.program_id(1)
+    o_block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m_block = o_block < num_blocks
+    o_column = tl.arange(0, COLUMNS)
+    m_all = m_block[:, None] & (o_column < HEAD_DIM)[None, :]
+    o_head = (o_block * KEY_HEADS + head).to(tl.int64)[:, None]
+    p_part = p_centroids + o_head * (PARTS * HEAD_DIM) + o_column[None, :]
+    b_mean = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for part in tl.static_range(PARTS - 1, -1, -1):
+        b_mean = b_mean * (1.0 / PART_SCALE) + tl.load(p_part + part * HEAD_DIM, mask=m_all, other=0.0).to(tl.float32)
+    b_exponent = tl.max(tl.abs(b_mean), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    # Means below 2^-112 become 0. Infinity and NaN stay what they are, whatever the factor.
+    m_scaled = (b_exponent > (15 << 23)) & (b_exponent < 0x7F800000)
+    b_scale = tl.where(m_scaled, (b_exponent - (14 << 23)).to(tl.float32, bitcast=True), 1.0)
+    b_factor = tl.where(m_scaled, ((127 << 23) - (b_exponent - (141 << 23))).to(tl.float32, bitcast=True), 1.0)
+    b_mean *= b_factor[:, None]
+    b_half = b_mean.to(tl.float16)
+    p_half = p_halves + o_head * (2 * HEAD_DIM) + o_column[None, :]
+    tl.store(p_half, b_half, mask=m_all)
+    tl.store(p_half + HEAD_DIM, (b_mean - b_half.to(tl.float32)).to(tl.float16), mask=m_all)
+    tl.store(p_scales + head * num_blocks + o_block, b_scale, mask=m_block)
+
+
+@triton.jit
+def moba_choose(query, p_centroids, p_halves, p_scales, p_queries, p_chosen, query_tokens, num_blocks,
                 QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
                 PARTS: tl.constexpr, PART_SCALE: tl.constexpr, SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr,
                 ROWS: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr):
@@ -69,6 +105,14 @@ def moba_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     o_column = tl.arange(0, COLUMNS)
     p_query = query + o_row.to(tl.int64)[:, None] * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column[None, :]
     b_query = tl.load(p_query, mask=m_row[:, None] & (o_column < HEAD_DIM)[None, :], other=0.0)
+    p_parts = p_centroids
+    if p_halves is not None:
+        p_parts = p_halves
+        # A factor of each row, a power of two, makes the largest element of a query about 1.
+        b_query = b_query.to(tl.float32)
+        b_exponent = tl.max(tl.abs(b_query), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        b_factor = tl.where(b_exponent == 0x7F800000, 1.0, (0x7F000000 - b_exponent).to(tl.float32, bitcast=True))
+        b_query = (b_query * b_factor[:, None]).to(tl.float16)
 
     # Empty slots have distinct negative ids. Columns beyond SLOTS hold +inf, so they are never the worst slot.
     o_slot = tl.arange(0, SLOT_COLUMNS)[None, :]
@@ -77,7 +121,7 @@ def moba_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     b_worst = tl.zeros([ROWS], tl.float32) + float("-inf")
     for behind in range(highest, lowest, -BLOCKS):
         o_block = behind - 1 - tl.arange(0, BLOCKS)
-        p_part = p_centroids + (o_block * KEY_HEADS + key_head).to(tl.int64)[None, :] * (PARTS * HEAD_DIM)
+        p_part = p_parts + (o_block * KEY_HEADS + key_head).to(tl.int64)[None, :] * (PARTS * HEAD_DIM)
         m_part = (o_block >= lowest)[None, :] & (o_column < HEAD_DIM)[:, None]
         b_scores = tl.zeros([ROWS, BLOCKS], tl.float32)
         for part in tl.static_range(PARTS - 1, -1, -1):
@@ -85,6 +129,9 @@ def moba_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
             if part < PARTS - 1 and PART_SCALE != 1.0:
                 b_scores *= 1.0 / PART_SCALE
             b_scores = tl.dot(b_query, b_part, b_scores, input_precision=PRECISION)
+        if p_scales is not None:
+            p_scale = p_scales + key_head * num_blocks + o_block
+            b_scores *= tl.load(p_scale, mask=o_block >= lowest, other=0.0)[None, :]
         m_candidate = (o_block[None, :] >= b_first[:, None]) & (o_block[None, :] < b_end[:, None])
         # x == x is false only for NaN.
         b_scores = tl.where(m_candidate & (b_scores == b_scores), b_scores, float("-inf"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from blockdiag.ops.moba.problem import MoBAProblem
-from blockdiag.triton_kernels.moba.configs import key_tiles
+from blockdiag.triton_kernels.moba.configs import has_halves, key_tiles
 from blockdiag.triton_kernels.moba.plans import Kind
 
 # Limit on the memory of partial results, in multiples of the query's size. With blocks of 128 and top_k 8 this is less
@@ -27,14 +27,14 @@ def centroid_steps() -> tuple[Step, ...]:
     return (Step("centroids"),)
 
 
-def choice_steps() -> tuple[Step, ...]:
+def choice_steps(problem: MoBAProblem) -> tuple[Step, ...]:
     """Return the steps from queries and mean keys to chosen blocks."""
-    return (Step("choose"),)
+    return (Step("halves"), Step("choose")) if has_halves(problem) else (Step("choose"),)
 
 
-def routing_steps() -> tuple[Step, ...]:
+def routing_steps(problem: MoBAProblem) -> tuple[Step, ...]:
     """Return the steps from query and key to chosen blocks."""
-    return *centroid_steps(), *choice_steps()
+    return *centroid_steps(), *choice_steps(problem)
 
 
 def list_steps() -> tuple[Step, ...]:

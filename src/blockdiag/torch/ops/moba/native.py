@@ -223,9 +223,9 @@ def _launches(name: Pass, problem: MoBAProblem, has_own: bool, device_index: int
     only for later work on the same stream.
     """
     steps = {
-        "route": routing_steps,
+        "route": lambda: routing_steps(problem),
         "centroids": centroid_steps,
-        "choose": choice_steps,
+        "choose": lambda: choice_steps(problem),
         "list": list_steps,
         "forward": lambda: forward_steps(problem),
         "backward": lambda: backward_steps(problem),
