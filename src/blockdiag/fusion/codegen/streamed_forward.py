@@ -27,8 +27,8 @@ NAME = "fused_forward_streamed"
 _GROUP_ROWS = ROWS // 2
 _LISTS = LIVE[:2]
 _FUNCTIONS = (
-    "place", "query_at", "key_at", "value_at", "output_at", "row_at", "line_at", "walk", "tile_at", "rows", "score",
-    "plain_score", "weight", "offsets",
+    "place", "query_at", "key_at", "value_at", "output_at", "row_at", "line_at", "walk", "tile_at", "per_query",
+    "score", "plain_score", "weight", "offsets",
 )  # fmt: skip
 
 
@@ -40,12 +40,12 @@ class _Writer(FunctionWriter):
         super().__init__(plan.region, writer, (plan.query, plan.key, plan.product))
         self.plan = plan
         self.is_long |= plan.is_wide and math.prod(shape_of(plan.region.out_dims, plan.region.sizes)) >= 2**31
-        # The leaves whose values `rows` returns, after the positions of queries.
+        # The leaves whose values `per_query` returns, after the positions of queries.
         self.loaded = [i for i in self.pointers if plan.region.leaves[i].role in ("row", "scalar")]
 
     @property
-    def rows(self) -> Mapping[int, Value]:
-        """The values that `rows` returns, by leaf."""
+    def numbers(self) -> Mapping[int, Value]:
+        """The values that `per_query` returns, by leaf."""
         return {i: Value(f"leaf{i}", self.writer.tile_shape(self.region.leaves[i])) for i in self.loaded}
 
 
@@ -81,27 +81,27 @@ def _scores(own: _Writer) -> None:
     assert score is not None
     known = own.batch_indices | own.arrays
 
-    def rows() -> None:
+    def per_query() -> None:
         for i in own.loaded:
             own.read_leaf(i)
         own.emit(f"return ({', '.join(['r_q', *(f'leaf{i}' for i in own.loaded)])},)")
 
-    own.function("rows", "arrays, place, r_q", rows, known)
-    given = {"r_q": "rows[0]"} | {f"leaf{x}": f"rows[{i + 1}]" for i, x in enumerate(own.loaded)}
+    own.function("per_query", "arrays, place, r_q", per_query, known)
+    given = {"r_q": "numbers[0]"} | {f"leaf{x}": f"numbers[{i + 1}]" for i, x in enumerate(own.loaded)}
     for name, root in (("score", score), ("plain_score", score if plain is None else plain)):
-        body = functools.partial(own.print_program, own.writer.tile_program([root]), own.rows)
-        own.function(name, "rows, arrays, place, r_k, products", body, known | given)
+        body = functools.partial(own.print_program, own.writer.tile_program([root]), own.numbers)
+        own.function(name, "numbers, arrays, place, r_k, products", body, known | given)
 
     def weight() -> None:
         if region.weight is None:
             own.emit("return 0")
             return
-        tiles = own.tiles({**own.rows, **own.read(("row",), counted=True)})
+        tiles = own.tiles({**own.numbers, **own.read(("row",), counted=True)})
         found = own.evaluate(region.weight, tiles, "w")
         number = f"gl.full([{_GROUP_ROWS}], {found.name}, gl.float32, r_q.type.layout)"
         own.emit(f"return {number if found.is_number else f'gl.sum({found.name}, 1)'}")
 
-    own.function("weight", "rows, arrays, place", weight, known | given)
+    own.function("weight", "numbers, arrays, place", weight, known | given)
     layout, _ = own.writer.result_layout()
     rows_at = own.writer.times("r_q[:, None]", "q", layout).replace("tl.", "gl.")
     own.returning("offsets", "place, r_q, r_c", f"{layout.base(region.batch)} + {rows_at} + r_c[None, :]")
@@ -122,7 +122,7 @@ def _entry(own: _Writer) -> None:
         "features_more": sum(features_more), "columns_more": sum(columns_more), "slots": plan.slots,
         "query_slots": plan.query_slots, "query_tiles": region.sizes["q"] // ROWS,
         "chunks": region.sizes["k"] // plan.chunk, "lines": cells_of(region, region.batch), "together": plan.together,
-        "masks": masks, "is_listed": is_listed, "exit": plan.exit, "unit": own.writer.factor * LOG2_E,
+        "masks": masks, "is_listed": is_listed, "staging": plan.staging, "unit": own.writer.factor * LOG2_E,
         "no_key": NO_KEY / own.writer.factor, "has_weight": region.weight is not None,
         "takes_turns": plan.takes_turns,
     }  # fmt: skip

@@ -78,9 +78,9 @@ class Streamed(OfProduct):
         return _is_wide(self.region)
 
     @property
-    def exit(self) -> Literal["none", "own", "query"]:
+    def staging(self) -> Literal["none", "own", "query"]:
         """Where results are staged for the copy engine: nowhere, in an own buffer, or in that of the queries."""
-        return _exit_of(self.region, self.features, self.columns)
+        return _staging_of(self.region, self.features, self.columns)
 
     @property
     def together(self) -> int:
@@ -116,7 +116,9 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     places = places_of(region, query, key)
     if places is None:
         return None
-    query_slots, slots = _slots(features, columns, tile.columns, has_exit=_exit_of(region, features, columns) == "own")
+    query_slots, slots = _slots(
+        features, columns, tile.columns, has_staging=_staging_of(region, features, columns) == "own"
+    )
     return Streamed(
         **vars(found),
         places=places,
@@ -186,7 +188,7 @@ def _reads_no_key_numbers(region: Region, lists: Lists | None) -> bool:
     return not any(leaf.role == "column" and leaf.source.key is not None for leaf in needed)
 
 
-def _exit_of(region: Region, features: int, columns: int) -> Literal["none", "own", "query"]:
+def _staging_of(region: Region, features: int, columns: int) -> Literal["none", "own", "query"]:
     if _is_wide(region):
         return "none"
     return "query" if features == columns else "own"
@@ -196,12 +198,12 @@ def _is_wide(region: Region) -> bool:
     return region.dtype == np.float32
 
 
-def _slots(features: int, columns: int, chunk: int, *, has_exit: bool) -> tuple[int, int]:
+def _slots(features: int, columns: int, chunk: int, *, has_staging: bool) -> tuple[int, int]:
     """Return how many tiles of queries, and how many chunks of keys with their values, fit into shared memory.
 
     With two tiles of queries, those of the next item arrive while the last item is computed.
     """
-    once, each = ROWS * columns * 2 if has_exit else 0, chunk * (features + columns) * 2
+    once, each = ROWS * columns * 2 if has_staging else 0, chunk * (features + columns) * 2
     query_slots = 2 if once + 2 * ROWS * features * 2 + _FEWEST_SLOTS * each <= SHARED_BYTES else 1
     slots = (SHARED_BYTES - once - query_slots * ROWS * features * 2) // each
     return query_slots, min(_MOST_SLOTS, slots)

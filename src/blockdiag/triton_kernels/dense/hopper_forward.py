@@ -26,13 +26,13 @@ The caller passes `FUNCTIONS`, generated for a region:
 | row_at(place) | the offset of the line's first element in arrays [batch.., queries] |
 | line_at(place) | the index of the line among those whose lists differ |
 | walk(p_counts, p_tiles, list) | the numbers of a list that `tile_at` reads; the list is given by its index |
-| tile_at(p_tiles, list, walk, at) | the chunk at a place of a list |
-| rows(arrays, place, r_q) | the positions of queries, and the per-query numbers that scores need |
-| score, plain_score (rows, arrays, place, r_k, products) | scores, with and without masks, over a positive factor |
-| weight(rows, arrays, place) | a per-query factor of results |
+| tile_at(p_tiles, list, walk, at) | entry `at` of a list: a chunk |
+| per_query(arrays, place, r_q) | the positions of queries, and the per-query numbers that scores need |
+| score, plain_score (numbers, arrays, place, r_k, products) | scores, with and without masks, over a positive factor |
+| weight(numbers, arrays, place) | a per-query factor of results |
 | offsets(place, r_q, r_c) | the offsets of results in memory |
 
-`products` are those of queries and keys.
+`products` are those of queries and keys, and `numbers` what `per_query` returns.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -76,7 +76,7 @@ class ForwardFunctions:
     line_at: Any
     walk: Any
     tile_at: Any
-    rows: Any
+    per_query: Any
     score: Any
     plain_score: Any
     weight: Any
@@ -98,7 +98,7 @@ class ForwardShape:
         together: the number of lines whose items are interleaved.
         masks: which of the chunks may be masked: "none", "all" or "some".
         is_listed: whether lists say which chunks the queries see; otherwise they see all.
-        exit: where results are staged for the copy engine: "query" (the slot of the item's queries) or "own"; or
+        staging: where results are staged for the copy engine: "query" (the slot of the item's queries) or "own"; or
             "none": threads store them directly.
         unit: `factor` times log2(e), which converts results of `score` to exponents of 2.
         no_key: `score` is at most this number where a mask hides the key.
@@ -120,7 +120,7 @@ class ForwardShape:
     together: int
     masks: str
     is_listed: bool
-    exit: str
+    staging: str
     unit: float
     no_key: float
     has_weight: bool
@@ -154,8 +154,8 @@ class ForwardMemory(NamedTuple):
     key_more: Any
     value: Any
     value_more: Any
-    exit: Any
-    exit_more: Any
+    staging: Any
+    staging_more: Any
     tiles: Any
     items: Any
     masked: Any
@@ -306,7 +306,7 @@ def start_scores(memory, query, query_more, number, b_none, SHAPE: gl.constexpr)
 
 
 @gluon.jit
-def finish_scores(memory, arrays, place, rows, b_products, number, at, masked, UNDER_WAY: gl.constexpr,
+def finish_scores(memory, arrays, place, numbers, b_products, number, at, masked, UNDER_WAY: gl.constexpr,
                   FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Return the scores of chunk `number`, which is number `at` of its item, and free its slot.
 
@@ -324,13 +324,13 @@ def finish_scores(memory, arrays, place, rows, b_products, number, at, masked, U
     if SHAPE.masks == "some":
         # A branch, not two loops: in two loops the compiler would pack and unpack weights in each step.
         if at < masked:
-            b_score = FUNCTIONS.score(rows, arrays, place, r_k, b_products)
+            b_score = FUNCTIONS.score(numbers, arrays, place, r_k, b_products)
         else:
-            b_score = FUNCTIONS.plain_score(rows, arrays, place, r_k, b_products)
+            b_score = FUNCTIONS.plain_score(numbers, arrays, place, r_k, b_products)
     elif SHAPE.masks == "all":
-        b_score = FUNCTIONS.score(rows, arrays, place, r_k, b_products)
+        b_score = FUNCTIONS.score(numbers, arrays, place, r_k, b_products)
     else:
-        b_score = FUNCTIONS.plain_score(rows, arrays, place, r_k, b_products)
+        b_score = FUNCTIONS.plain_score(numbers, arrays, place, r_k, b_products)
     return b_score
 
 
@@ -383,14 +383,14 @@ def scaled(b_tile, b_factor):
 
 
 @gluon.jit
-def step(memory, arrays, place, rows, query, query_more, number, at, masked, b_output, b_more, b_weights,
+def step(memory, arrays, place, numbers, query, query_more, number, at, masked, b_output, b_more, b_weights,
          b_largest, b_total, b_none, GROUP: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Compute scores and weights of chunk `number`, and add the value product of the chunk before."""
     R: gl.constexpr = b_output.type.layout
     P: gl.constexpr = gl.SliceLayout(1, b_total.type.layout)
     b_products = start_scores(memory, query, query_more, number, b_none, SHAPE)
     b_output, b_more = start_values(memory, b_weights, b_output, b_more, number - 1, SHAPE)
-    b_score = finish_scores(memory, arrays, place, rows, b_products, number, at, masked, 1, FUNCTIONS, SHAPE)
+    b_score = finish_scores(memory, arrays, place, numbers, b_products, number, at, masked, 1, FUNCTIONS, SHAPE)
     b_last = b_largest
     b_largest = gl.maximum(b_last, gl.max(b_score, 1))
     b_power, b_base = weigh(memory, b_score, b_largest, number, GROUP, SHAPE)
@@ -432,18 +432,18 @@ def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, 
         place = FUNCTIONS.place(line)
         first = tile * SHAPE.rows + GROUP * HALF
         r_q = first + gl.arange(0, HALF, gl.SliceLayout(1, S))
-        rows = FUNCTIONS.rows(arrays, place, r_q)
+        numbers = FUNCTIONS.per_query(arrays, place, r_q)
         slot = count % SHAPE.query_slots
         mbarrier.wait(memory.query_full.index(slot), count // SHAPE.query_slots % 2)
         query = memory.query.index(slot).slice(GROUP * HALF, HALF)
         query_more = memory.query_more.index(slot).slice(GROUP * HALF, HALF)
         b_products = start_scores(memory, query, query_more, number, b_none, SHAPE)
-        if SHAPE.exit == "query" and SHAPE.query_slots > 1:
+        if SHAPE.staging == "query" and SHAPE.query_slots > 1:
             if count > 0:
                 free_query(memory, count - 1, SHAPE)
         # The first chunk is computed with masks, so that there is no branch before the loop.
         masked = gl.maximum(masked, 1)
-        b_score = finish_scores(memory, arrays, place, rows, b_products, number, 0, masked, 0, FUNCTIONS, SHAPE)
+        b_score = finish_scores(memory, arrays, place, numbers, b_products, number, 0, masked, 0, FUNCTIONS, SHAPE)
         b_largest = gl.max(b_score, 1)
         b_power, _b_base = weigh(memory, b_score, b_largest, number, GROUP, SHAPE)
         b_total = partial_sums(b_power)
@@ -456,7 +456,7 @@ def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, 
         visits = gl.maximum(live, 1)
         for at in range(1, visits):
             b_output, b_more, b_weights, b_largest, b_total = step(
-                memory, arrays, place, rows, query, query_more, number + at, at, masked, b_output, b_more, b_weights,
+                memory, arrays, place, numbers, query, query_more, number + at, at, masked, b_output, b_more, b_weights,
                 b_largest, b_total, b_none, GROUP, FUNCTIONS, SHAPE)
         number += visits
         b_output, b_more = start_values(memory, b_weights, b_output, b_more, number - 1, SHAPE)
@@ -466,50 +466,50 @@ def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, 
         is_empty = (b_sum == 0) | (live == 0)
         b_factor = gl.where(is_empty, 0.0, 1.0 / b_sum)
         if SHAPE.has_weight:
-            b_weight = FUNCTIONS.weight(rows, arrays, place)
+            b_weight = FUNCTIONS.weight(numbers, arrays, place)
         else:
             b_weight = gl.full_like(b_factor, 1.0)
         # Results are staged in the slot of the item's queries, or in a buffer that the last item's results have left.
-        if SHAPE.exit == "own":
+        if SHAPE.staging == "own":
             free_query(memory, count, SHAPE)
-        elif SHAPE.exit == "none":
+        elif SHAPE.staging == "none":
             thread_barrier()
             mbarrier.arrive(memory.query_empty.index(count % SHAPE.query_slots), count=1)
-        stage(memory, p_output, b_output, b_factor, b_weight, place, first, count, 0, memory.exit, GROUP, FUNCTIONS,
+        stage(memory, p_output, b_output, b_factor, b_weight, place, first, count, 0, memory.staging, GROUP, FUNCTIONS,
               SHAPE)
         if COLUMNS_MORE > 0:
-            stage(memory, p_output, b_more, b_factor, b_weight, place, first, count, COLUMNS, memory.exit_more, GROUP,
-                  FUNCTIONS, SHAPE)
-        if SHAPE.exit != "none":
+            stage(memory, p_output, b_more, b_factor, b_weight, place, first, count, COLUMNS, memory.staging_more,
+                  GROUP, FUNCTIONS, SHAPE)
+        if SHAPE.staging != "none":
             fence_async_shared()
             thread_barrier()
             row, column = FUNCTIONS.output_at(place, first)
-            tma_store(matrices.output, [row, column], exit_of(memory.exit, count, GROUP, SHAPE))
+            tma_store(matrices.output, [row, column], staging_of(memory.staging, count, GROUP, SHAPE))
             if COLUMNS_MORE > 0:
                 tma_store(matrices.output_more, [row, column + COLUMNS],
-                          exit_of(memory.exit_more, count, GROUP, SHAPE))
-        if SHAPE.exit == "query" and SHAPE.query_slots == 1:
+                          staging_of(memory.staging_more, count, GROUP, SHAPE))
+        if SHAPE.staging == "query" and SHAPE.query_slots == 1:
             free_query(memory, count, SHAPE)
         b_log_sum = gl.where(is_empty, float("-inf"), (b_largest * SHAPE.unit + gl.log2(b_sum)) * LN_2)
         gl.store(p_log_sum + (FUNCTIONS.row_at(place) + r_q), b_log_sum)
         count += 1
         item, masked, live = next_item(memory, count)
-    if SHAPE.exit != "none":
+    if SHAPE.staging != "none":
         tma.store_wait(0)
 
 
 @gluon.jit
-def exit_of(exit_memory, count, GROUP: gl.constexpr, SHAPE: gl.constexpr):
+def staging_of(staging, count, GROUP: gl.constexpr, SHAPE: gl.constexpr):
     """Return the buffer in which a group's results of an item are staged."""
     HALF: gl.constexpr = SHAPE.rows // 2
     slot = 0
-    if SHAPE.exit == "query":
+    if SHAPE.staging == "query":
         slot = count % SHAPE.query_slots
-    return exit_memory.index(slot).slice(GROUP * HALF, HALF)
+    return staging.index(slot).slice(GROUP * HALF, HALF)
 
 
 @gluon.jit
-def stage(memory, p_output, b_output, b_factor, b_weight, place, first, count, COLUMN: gl.constexpr, exit_memory,
+def stage(memory, p_output, b_output, b_factor, b_weight, place, first, count, COLUMN: gl.constexpr, staging,
           GROUP: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Scale one part of an item's results, and stage or store it. COLUMN is the part's first column."""
     HALF: gl.constexpr = SHAPE.rows // 2
@@ -520,13 +520,13 @@ def stage(memory, p_output, b_output, b_factor, b_weight, place, first, count, C
     b_output = gl.where(b_norm == 0.0, 0.0, b_output * b_norm)
     if SHAPE.has_weight:
         b_output = scaled(b_output, b_weight)
-    if SHAPE.exit == "none":
+    if SHAPE.staging == "none":
         # Four threads have 32 contiguous bytes.
         r_q = first + gl.arange(0, HALF, gl.SliceLayout(1, R))
         r_c = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, R))
         gl.store(p_output + FUNCTIONS.offsets(place, r_q, r_c), b_output)
     else:
-        exit_of(exit_memory, count, GROUP, SHAPE).store(b_output.to(memory.query.dtype))
+        staging_of(staging, count, GROUP, SHAPE).store(b_output.to(memory.query.dtype))
 
 
 @gluon.jit
@@ -544,10 +544,10 @@ def streamed_forward(matrices, p_output, arrays, p_counts, p_tiles, p_log_sum, p
                                        SHAPE.features_more > 0)
     key_ring, key_more = make_ring(matrices.key, matrices.key_more, SLOTS, SHAPE.chunk, SHAPE.features_more > 0)
     value_ring, value_more = make_ring(matrices.value, matrices.value_more, SLOTS, SHAPE.chunk, SHAPE.columns_more > 0)
-    exit_memory = query_ring
-    exit_more = query_more
-    if SHAPE.exit == "own":
-        exit_memory, exit_more = make_ring(matrices.output, matrices.output_more, 1, SHAPE.rows, SHAPE.columns_more > 0)
+    staging = query_ring
+    staging_more = query_more
+    if SHAPE.staging == "own":
+        staging, staging_more = make_ring(matrices.output, matrices.output_more, 1, SHAPE.rows, SHAPE.columns_more > 0)
     items = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
     masked = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
     live = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
@@ -559,7 +559,7 @@ def streamed_forward(matrices, p_output, arrays, p_counts, p_tiles, p_log_sum, p
     if SHAPE.takes_turns:
         turns = make_barriers(2, 1)
     memory = ForwardMemory(
-        query_ring, query_more, key_ring, key_more, value_ring, value_more, exit_memory, exit_more, tiles, items,
+        query_ring, query_more, key_ring, key_more, value_ring, value_more, staging, staging_more, tiles, items,
         masked, live, make_barriers(QUERY_SLOTS, 1), make_barriers(QUERY_SLOTS, 2), make_barriers(SLOTS, 1),
         make_barriers(SLOTS, 2), make_barriers(SLOTS, 1), make_barriers(SLOTS, 2), item_full, make_barriers(AHEAD, 2),
         turns,
