@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import pytest
 
-# A sample has a quarter of a test's cases, but at least three if there are as many.
+# A sample has a sixth of a test's cases, but at least two if there are as many.
 LEAST_CASES = 2
 PART = 6
 

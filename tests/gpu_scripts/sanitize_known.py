@@ -118,8 +118,9 @@ type Lines = Callable[[str, int, str], str]
 def lines_in(*folders: Path) -> Lines:
     """Return a function that looks up lines of files in these folders; it returns "" for unknown files.
 
-    The tool names files without their folder; of several files, the one that defines the kernel is meant. Generated
-    kernels have source files whose names are the last word of the tool's name for them.
+    The tool names files without their folder. Of several files, the one that defines the kernel is meant, or else the
+    template that a generated kernel calls. Generated kernels have source files whose names are the last word of the
+    tool's name for them.
     """
 
     @functools.cache
@@ -128,7 +129,8 @@ def lines_in(*folders: Path) -> Lines:
         found = [path for folder in folders for path in folder.rglob(file)]
         texts = [path.read_text() for path in found]
         if len(texts) > 1:
-            texts = [text for text in texts if re.search(rf"^def {re.escape(kernel)}\(", text, flags=re.MULTILINE)]
+            own = [text for text in texts if re.search(rf"^def {re.escape(kernel)}\(", text, flags=re.MULTILINE)]
+            texts = own or [text for text in texts if "FUNCTIONS: gl.constexpr" in text]
         lines = texts[0].splitlines() if len(texts) == 1 else []
         return lines[number - 1].strip() if 0 < number <= len(lines) else ""
 

@@ -192,6 +192,8 @@ ran full tiles (7.5 s, 1.0e-04)
 """
 SUM = "void at::native::reduce_kernel<(int)128, (int)4, at::native::ReduceOp<c10::BFloat16, float>>(T3)+0xb0e0"
 HOPPER = "hopper_backward.py"
+# Of this name there are a kernel of MoBA and a template.
+FORWARD = "hopper_forward.py"
 BEGIN = line_with(HOPPER, "def moba_hopper_backward(")
 WORK = line_with(HOPPER, "b_dk, b_dv = gl.warp_specialize(")
 END = line_with(HOPPER, "store_key_tile(arrays.d_value, b_dv.to(dtype), arrays.mask")
@@ -232,6 +234,15 @@ EXPLAINED = [
         "racecheck",
         "fuse_streamed_1",
         race(*(f"{access} access at fused_forward_streamed+0x7e90" for access in ("Write", "Read", "Read"))),
+    ),
+    (
+        "handed over by an mbarrier",
+        "racecheck",
+        "fuse_torch",
+        race(
+            f"Write access at fused_forward_streamed+0x7e90 in {line_with(FORWARD, 'memory.store(gl.full(')}",
+            f"Read access at fused_forward_streamed+0x260 in {line_with(FORWARD, 'return gl.max(memory.load(')}",
+        ),
     ),
     (
         "handed over by an mbarrier",
