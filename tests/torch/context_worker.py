@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from blockdiag.torch import (
 )
 from blockdiag.torch.context.collectives import Transfer
 from blockdiag.torch.context.exchange import exchange
+from blockdiag.torch.ops.moba import passes
 from tests.torch.division_worker import device, implementation, mesh_of, random, spread
 
 BLOCK, HEAD_DIM = 16, 16
@@ -108,7 +110,11 @@ def check_moba(strategy: str | None, case: str) -> None:
         given = mask if mask is None or context_parallel is None else own_part(mask, -1, context_parallel)
         return moba_attention(*tensors, key_mask=given, context_parallel=context_parallel, **options)
 
-    assert_shared(attend, operands(own, key_heads, batch, count, group), context)
+    with mock.patch.object(passes, "choose", wraps=passes.choose) as choose:
+        assert_shared(attend, operands(own, key_heads, batch, count, group), context)
+    # The precision of routing must not depend on how many batch rows lie back to back.
+    longest = {call.args[-1] for call in choose.call_args_list}
+    assert longest == (set() if strategy == "ulysses" else {own * count // BLOCK})
 
 
 def check_block_diagonal(case: str) -> None:

@@ -206,6 +206,36 @@ def test_routing_of_long_sequences_ignores_the_magnitude_of_queries_and_of_other
 
 
 @pytest.mark.parametrize("implementation", MODULES)
+@pytest.mark.parametrize(("query_scale", "key_scale"), [(2.0**126, 2.0**-30), (2.0**-100, 2.0**120), (1.0, 2.0**-62)])
+def test_routing_of_long_sequences_takes_all_finite_queries_and_keys(implementation, query_scale, key_scale):
+    """The scales of halves, and the scores, stay in float32's range."""
+    case = MoBACase(lengths=(70, 70), dtype="bfloat16", slots=2, is_long=True)
+    case.skip_unless_supported(implementation)
+    query, key, *_ = case.operands()
+    query, key = (jnp.clip(x, -3, 3) for x in (query, key))
+    chosen = case.route(implementation, (query, key))
+    scaled = tuple(x * jnp.asarray(scale, x.dtype) for x, scale in ((query, query_scale), (key, key_scale)))
+    assert (chosen >= 0).any()
+    np.testing.assert_array_equal(case.route(implementation, scaled), chosen)
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+def test_routing_of_long_sequences_keeps_small_elements_of_float16_queries(implementation):
+    """Only elements 2^-16 of the largest one tell the blocks apart."""
+    case = MoBACase(lengths=(64,), dtype="float16", slots=1, is_causal=False, query_heads=1, key_heads=1, is_long=True)
+    case.skip_unless_supported(implementation)
+    generator = np.random.default_rng(3)
+    query = np.zeros((64, 1, 16), np.float16)
+    query[:, 0, 0] = 2.0**8
+    query[:, 0, 1:5] = 2.0**-8 * generator.uniform(1, 1.9, size=(64, 4))
+    key = np.zeros((64, 1, 16), np.float16)
+    key[:, 0, 1:5] = np.repeat(np.eye(4, dtype=np.float16), 16, axis=0)
+    chosen = case.route(implementation, (jnp.asarray(query), jnp.asarray(key)))
+    # Ties go to the later block.
+    np.testing.assert_array_equal(chosen[0, :, 0], 3 - query[:, 0, 4:0:-1].argmax(axis=-1))
+
+
+@pytest.mark.parametrize("implementation", MODULES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_centroids_sum_to_float32_means(implementation, dtype):
     """A block whose keys are all masked has NaN means."""

@@ -18,7 +18,7 @@ MANY_HEADS_SPANS = 256
 _ALL_HEADS_SPANS = 1024
 _FEWEST_SPAN_ROWS = 256
 
-# Fewest blocks of a sequence for which mean keys are split into two halves.
+# Fewest blocks of the key axis, of one batch row or packed, with which mean keys are split into two halves.
 _FEWEST_HALVED_BLOCKS = 512
 
 

@@ -310,10 +310,10 @@ def choose_exactly(b_query, memory, p_parts, p_scale, b_first, b_end, lowest, hi
 
 @gluon.jit
 def scale_queries(b_query):
-    """Return float16 queries, times a power of two for each row that makes its largest element about 1."""
+    """Return float16 queries, times a power of two for each row, as in `routing.moba_choose`."""
     b_query = b_query.to(gl.float32)
-    b_exponent = gl.max(gl.abs(b_query), 1).to(gl.int32, bitcast=True) & 0x7F800000
-    b_factor = gl.where(b_exponent == 0x7F800000, 1.0, (0x7F000000 - b_exponent).to(gl.float32, bitcast=True))
+    b_exponent = gl.maximum(gl.max(gl.abs(b_query), 1).to(gl.int32, bitcast=True) & 0x7F800000, 14 << 23)
+    b_factor = ((127 << 23) - (b_exponent - (141 << 23))).to(gl.float32, bitcast=True)
     return (b_query * gl.expand_dims(b_factor, 1)).to(gl.float16)
 
 

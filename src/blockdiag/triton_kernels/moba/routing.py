@@ -5,8 +5,9 @@ have 24 bits together: each part is the rounded remainder of the previous ones. 
 in the float32 accumulator. The order of every sum is fixed, except for the rounding inside one tensor-core product.
 
 Where queries choose among many blocks, two float16 halves take the place of the three parts, and queries become
-float16. Powers of two scale each block's mean key and each query. An element of a mean key is then off by at most 2^-23
-of itself or 2^-39 of the block's largest one. Queries are exact, except for elements below 2^-17 of the largest one.
+float16. Powers of two scale each block's mean key and each query, so that its largest element is between 2^14 and 2^15.
+An element of a mean key is then off by at most 2^-23 of itself or 2^-39 of the largest one, an element of a query by
+2^-39 of the largest one. Scores come out 2^32 times smaller than those of the mean keys, so that none overflows.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -58,8 +59,8 @@ def moba_halves(p_centroids, p_halves, p_scales, num_blocks,
                 PART_SCALE: tl.constexpr, ROWS: tl.constexpr):
     """Round mean keys to sums of two float16 halves, [block, head, half, HEAD_DIM], times scales [head, block].
 
-    Scales are powers of two such that the largest element of a block's halves is between 2^14 and 2^15. The halves of a
-    block without keys are NaN.
+    Scales are powers of two, which the module describes. The halves of a block without keys, or whose mean key is not
+    finite, have NaN. Elements of mean keys below 2^-66 may be off by 2^-105.
     """
     head = tl.program_id(1)
     o_block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -71,12 +72,10 @@ def moba_halves(p_centroids, p_halves, p_scales, num_blocks,
     b_mean = tl.zeros([ROWS, COLUMNS], tl.float32)
     for part in tl.static_range(PARTS - 1, -1, -1):
         b_mean = b_mean * (1.0 / PART_SCALE) + tl.load(p_part + part * HEAD_DIM, mask=m_all, other=0.0).to(tl.float32)
-    b_exponent = tl.max(tl.abs(b_mean), 1).to(tl.int32, bitcast=True) & 0x7F800000
-    # Means below 2^-112 become 0. Infinity and NaN stay what they are, whatever the factor.
-    m_scaled = (b_exponent > (15 << 23)) & (b_exponent < 0x7F800000)
-    b_scale = tl.where(m_scaled, (b_exponent - (14 << 23)).to(tl.float32, bitcast=True), 1.0)
-    b_factor = tl.where(m_scaled, ((127 << 23) - (b_exponent - (141 << 23))).to(tl.float32, bitcast=True), 1.0)
-    b_mean *= b_factor[:, None]
+    # The bounds keep the exponents of factor and scale in float32's range. Infinity and NaN stay what they are.
+    b_exponent = tl.maximum(tl.max(tl.abs(b_mean), 1).to(tl.int32, bitcast=True) & 0x7F800000, 61 << 23)
+    b_scale = (b_exponent - (60 << 23)).to(tl.float32, bitcast=True)
+    b_mean *= ((127 << 23) - (b_exponent - (141 << 23))).to(tl.float32, bitcast=True)[:, None]
     b_half = b_mean.to(tl.float16)
     p_half = p_halves + o_head * (2 * HEAD_DIM) + o_column[None, :]
     tl.store(p_half, b_half, mask=m_all)
@@ -108,10 +107,9 @@ def moba_choose(query, p_centroids, p_halves, p_scales, p_queries, p_chosen, que
     p_parts = p_centroids
     if p_halves is not None:
         p_parts = p_halves
-        # A factor of each row, a power of two, makes the largest element of a query about 1.
         b_query = b_query.to(tl.float32)
-        b_exponent = tl.max(tl.abs(b_query), 1).to(tl.int32, bitcast=True) & 0x7F800000
-        b_factor = tl.where(b_exponent == 0x7F800000, 1.0, (0x7F000000 - b_exponent).to(tl.float32, bitcast=True))
+        b_exponent = tl.maximum(tl.max(tl.abs(b_query), 1).to(tl.int32, bitcast=True) & 0x7F800000, 14 << 23)
+        b_factor = ((127 << 23) - (b_exponent - (141 << 23))).to(tl.float32, bitcast=True)
         b_query = (b_query * b_factor[:, None]).to(tl.float16)
 
     # Empty slots have distinct negative ids. Columns beyond SLOTS hold +inf, so they are never the worst slot.

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 
 from blockdiag.common.context_sizes import next_multiple
-from blockdiag.ops.moba.checks import check_moba_block_size, count_packed_blocks, describe_moba_call
+from blockdiag.ops.moba.checks import (
+    check_moba_block_size,
+    count_packed_blocks,
+    count_sequence_blocks,
+    describe_moba_call,
+)
 from blockdiag.ops.moba.problem import MoBAProblem
 from blockdiag.torch.context.collectives import Gather, gather_tokens, gather_whole, with_neighbours
 from blockdiag.torch.context.exchange import exchange, from_zigzag, to_zigzag
@@ -97,10 +102,12 @@ def _attend_to_gathered(
     # A placeholder for keys in flight, of which only the shape is read.
     coming = key.new_empty(1).expand(rows * total, *key.shape[-2:])
     _, all_offsets = _packed_offsets(edges, 0, total, total, rows, is_causal=False)
+    sequence_blocks = count_sequence_blocks(total, options["block_size"])
     problem = describe_moba_call(
         query.new_empty(1).expand(rows * total, *query.shape[-2:]), coming,
         sequence_offsets=all_offsets, key_sequence_offsets=None, key_mask=mask, **options,
     )  # fmt: skip
+    problem = dataclasses.replace(problem, sequence_blocks=sequence_blocks)
     centroids = _gather_centroids(context, who, problem, key, sequence_offsets, whole_mask)
 
     def arguments_of(query: torch.Tensor, first: int) -> ListArguments:
@@ -113,7 +120,7 @@ def _attend_to_gathered(
 
     def choose(query: torch.Tensor, first: int, centroids: torch.Tensor) -> torch.Tensor:
         """Return the blocks that queries choose, [queries, batch rows, N, slots]."""
-        chosen = passes.choose(who, arguments_of(query, first), centroids)
+        chosen = passes.choose(who, arguments_of(query, first), centroids, sequence_blocks)
         return chosen.unflatten(1, (rows, -1)).movedim((2, 1), (0, 1))
 
     is_balanced = centroids is not None and is_causal and own % (2 * problem.block_size) == 0

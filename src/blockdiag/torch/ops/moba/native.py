@@ -1,5 +1,6 @@
 """MoBA on CUDA tensors: the Triton launch plans, on the current stream. Imports no JAX."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -74,9 +75,9 @@ def find_centroids(
         return centroids
 
 
-def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
-    """Return the blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
-    problem = describe_lists(arguments)
+def choose(arguments: ListArguments, centroids: torch.Tensor, sequence_blocks: int) -> torch.Tensor:
+    """Return the blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; see `passes.choose`."""
+    problem = dataclasses.replace(describe_lists(arguments), sequence_blocks=sequence_blocks)
     _check_support(problem)
     with torch.cuda.device(arguments.query.device):
         _, queries = _tables(problem, arguments)

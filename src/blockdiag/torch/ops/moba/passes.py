@@ -34,15 +34,17 @@ def find_centroids(
     return _call("find_centroids", who.is_native and key.is_cuda, problem, who.names, key, key_mask, blocks)
 
 
-def choose(who: Who, arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
+def choose(who: Who, arguments: ListArguments, centroids: torch.Tensor, sequence_blocks: int) -> torch.Tensor:
     """Return the blocks that queries choose by mean keys, int32 [N, query_tokens, slots].
 
     Args:
         who: the implementations.
         arguments: the arguments of the call; keys are not read.
         centroids: mean keys of all blocks.
+        sequence_blocks: maximum number of blocks of a sequence, as in `MoBAProblem`. Arguments with batch rows back to
+            back do not tell it.
     """
-    return _call("choose", who.is_native and arguments.query.is_cuda, arguments, centroids)
+    return _call("choose", who.is_native and arguments.query.is_cuda, arguments, centroids, sequence_blocks)
 
 
 def make_lists(who: Who, arguments: ListArguments, chosen: torch.Tensor | None) -> ListResults:

@@ -1,5 +1,6 @@
 """MoBA on torch tensors through DLPack and JAX, used on the CPU and where JAX is requested."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -50,9 +51,9 @@ def find_centroids(
         return to_torch(_find_centroids(call, *map(to_array_or_none, (key, key_mask, blocks))))
 
 
-def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
-    """Return the blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
-    problem, query = describe_lists(arguments), arguments.query
+def choose(arguments: ListArguments, centroids: torch.Tensor, sequence_blocks: int) -> torch.Tensor:
+    """Return the blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; see `passes.choose`."""
+    problem, query = dataclasses.replace(describe_lists(arguments), sequence_blocks=sequence_blocks), arguments.query
     call = _prepare(problem, arguments.implementation, query)
     with same_device(), precision(query):
         given = (query, centroids, arguments.sequence_offsets, arguments.key_sequence_offsets)
