@@ -10,7 +10,8 @@ from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule
 _LIFTED: dict[ModuleType, dict[str, Any]] = {
     streamed_schedule: {"_FEWEST": dict.fromkeys(streamed_schedule._FEWEST, (0, 0))},
     one_pass_schedule: {
-        name: dict.fromkeys((64, 128, 256), 0) for name in ("_FEWEST_SEEN", "_FEWEST_WITHOUT_MASKS", "_FEWEST_UNKNOWN")
+        name: dict.fromkeys(one_pass_schedule._TILES, 0)
+        for name in ("_FEWEST_SEEN", "_FEWEST_WITHOUT_MASKS", "_FEWEST_UNKNOWN")
     },
 }
 

@@ -253,7 +253,7 @@ def test_native_path_in_the_interpreter_is_accurate(interpreted_kernels, name, i
         mask = None if arguments.key_mask is None else arguments.key_mask.reshape(-1)
         centroids = interpreted_kernels.find_centroids(problem, "", arguments.key.flatten(0, -3), mask, lists[0])
         unread = arguments._replace(key=torch.full_like(arguments.key, torch.nan))
-        chosen = interpreted_kernels.choose(unread, centroids)
+        chosen = interpreted_kernels.choose(unread, centroids, problem.sequence_blocks)
         for one, other in zip(interpreted_kernels.make_lists(unread, chosen), (*lists, own), strict=True):
             assert torch.equal(one, other)
     call = interpreted_kernels.AttentionArguments(

@@ -5,6 +5,7 @@ template calls. They locate tiles, and compute scores and the gradients of produ
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from blockdiag.fusion.ir.layout import layout_of, shape_of
 from blockdiag.fusion.ir.tree import Dim, Node, Region
 from blockdiag.fusion.lowering.hopper import Place, place_of
 from blockdiag.fusion.lowering.one_pass_schedule import OnePass, one_pass, programs_of, slots_of, tiles_of
+from blockdiag.fusion.lowering.streamed_schedule import parts_of
 from blockdiag.fusion.lowering.tile_program import tile_function, value_columns
 
 NAME = "fused_backward_one_pass"
@@ -36,7 +38,7 @@ class _Writer(FunctionWriter):
         writer = Writer(plan.region, "columns", plan.tile, (len(plan.region.leaves) - 1,), flipped=True)
         super().__init__(plan.region, writer, (plan.query, plan.key, plan.product))
         self.plan = plan
-        self.places = plan.places | _gradient_places(plan)
+        self.places = plan.places | {"cotangent": plan.places["output"]} | _gradient_places(plan)
 
 
 def _gradient_dims(plan: OnePass) -> dict[str, tuple[Dim, ...]]:
@@ -84,9 +86,7 @@ def _places(own: _Writer, labels: Sequence[str]) -> None:
 
     own.function("own_place", "cell", own_place, {})
     own.function("place", "own, other", place, indices(plan.own, "own"))
-    sources = {"query": "query", "key": "key", "value": "value", "cotangent": "output"}
-    sources |= {name: name for name in ("key_gradient", "value_gradient")}
-    own.print_places({name: own.places[source] for name, source in sources.items()})
+    own.print_places({name: own.places[name] for name in _parts(plan)})
     own.returning("row_at", "place", own.base(region.batch, region.sizes["q"]))
     own.returning("line_at", "place", own.base(labels, 1))
 
@@ -139,7 +139,7 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
     _places(own, labels or ())
     _scores(own)
     _entry(own, is_listed=labels is not None)
-    leaves, places, width = region.leaves, own.places, plan.width
+    leaves, places = region.leaves, own.places
     query, key = leaves.index(plan.query), leaves.index(plan.key)
     rows, keys = plan.tile.rows, plan.tile.columns
     listed = WALK if labels is not None else ()
@@ -151,18 +151,35 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
         *(f"leaf{i}" for i in read), "value", *listed, "log_sum", "cotangent", "delta",
         *(f"zeros_{name}" for name in started),
     )  # fmt: skip
-    moved = (
-        ("query", f"leaf{query}", places["query"].shape, (rows, width)),
-        ("key", f"leaf{key}", places["key"].shape, (keys, width)),
-        ("value", "value", places["value"].shape, (keys, width)),
-        ("cotangent", "cotangent", places["output"].shape, (rows, width)),
-        ("key_gradient", f"grad{key}", places["key_gradient"].shape, (keys, width)),
-        ("value_gradient", "grad_value", places["value_gradient"].shape, (keys, width)),
+    arrays = {
+        "query": (f"leaf{query}", rows), "key": (f"leaf{key}", keys), "value": ("value", keys),
+        "cotangent": ("cotangent", rows), "key_gradient": (f"grad{key}", keys), "value_gradient": ("grad_value", keys),
+    }  # fmt: skip
+    moved = tuple(
+        (one, array, places[name].shape, (count, part))
+        for name, (array, count) in arrays.items()
+        for one, part in zip(_descriptors(plan)[name], _parts(plan)[name], strict=True)
     )
     programs = programs_of(plan)
-    text = template_source("hopper_backward", "BackwardFunctions, BackwardShape, one_pass_backward", own.writer.lines)
+    text = template_source(
+        "hopper_backward", "BackwardFunctions, BackwardShape, Matrices, one_pass_backward", own.writer.lines
+    )
     source = Source(text, NAME, inputs, outputs, (programs, 1, 1))
     return HopperKernel(source, moved, jnp.dtype(region.value.dtype).name, pointers, None, programs, num_warps=8)
+
+
+def _parts(plan: OnePass) -> dict[str, tuple[int, ...]]:
+    """Return the parts of the head dimension of each array that the copy engine moves."""
+    of_queries, of_values = parts_of(plan.features), parts_of(plan.columns)
+    return {
+        "query": of_queries, "key": of_queries, "value": of_values, "cotangent": of_values,
+        "key_gradient": of_queries, "value_gradient": of_values,
+    }  # fmt: skip
+
+
+def _descriptors(plan: OnePass) -> dict[str, list[str]]:
+    """Return the names of the descriptors of each array, one for each part."""
+    return {name: [name, f"{name}_more"][: len(parts)] for name, parts in _parts(plan).items()}
 
 
 def _outputs(own: _Writer, query: int, key: int) -> tuple[Output, ...]:
@@ -196,23 +213,30 @@ def _entry(own: _Writer, *, is_listed: bool) -> None:
         "row_at", "line_at", "score", "plain_score", "slope",
     )  # fmt: skip
     emit(f"FUNCTIONS = gl.constexpr(BackwardFunctions({', '.join(names)}))")
-    shape = (
-        plan.tile.rows, plan.tile.columns, plan.width, stages, buffers, row_tiles, key_tiles, others, masks, is_listed,
-        factor * LOG2_E, factor, plan.is_bare, own.region.is_ordered,
-    )  # fmt: skip
-    emit(f"SHAPE = gl.constexpr(BackwardShape({', '.join(map(repr, shape))}))")
+    shape = {
+        "rows": plan.tile.rows, "keys": plan.tile.columns, "features": parts_of(plan.features),
+        "columns": parts_of(plan.columns), "stages": stages, "buffers": buffers, "query_tiles": row_tiles,
+        "key_tiles": key_tiles, "others": others, "masks": masks, "is_listed": is_listed, "unit": factor * LOG2_E,
+        "factor": factor, "is_bare": plan.is_bare, "is_ordered": own.region.is_ordered,
+    }  # fmt: skip
+    emit(f"SHAPE = gl.constexpr(BackwardShape({', '.join(f'{name}={x!r}' for name, x in shape.items())}))")
     emit()
     emit()
     codes = "p_walk_codes, p_walk_ranks" if is_listed else "p_turns, p_turns"
     listed = ", p_walk_codes, p_walk_ranks" if is_listed else ""
     query = own.region.leaves.index(plan.query)
+    matrices = _descriptors(plan)
+    names = [*itertools.chain(*matrices.values())]
+    # The second use of an output comes last, see `_hopper_plan` in runtime/launches.py.
+    last = [x for x in names if x.endswith("_gradient_more")]
     parameters = (
-        f"query, key, value, cotangent, key_gradient, value_gradient{own.parameters()}{listed}, p_log_sum, p_delta, "
-        f"p_grad{query}, p_turns"
+        f"{', '.join(x for x in names if x not in last)}{own.parameters()}{listed}, p_log_sum, p_delta, p_grad{query}, "
+        f"p_turns{''.join(f', {x}' for x in last)}"
     )
     arrays = ", ".join(f"p_leaf{i}" for i in own.pointers) or "p_log_sum"
     print_function(own, f"def {NAME}({parameters}):")
+    packs = ", ".join(f"({', '.join(x)},)" for x in matrices.values())
     emit(
-        f"one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient, ({arrays},), {codes}, "
-        f"p_log_sum, p_delta, p_grad{query}, p_turns, FUNCTIONS, SHAPE)"
+        f"one_pass_backward(Matrices({packs}), ({arrays},), {codes}, p_log_sum, p_delta, p_grad{query}, p_turns, "
+        "FUNCTIONS, SHAPE)"
     )

@@ -1,9 +1,10 @@
 """Template in Gluon of the one-pass backward kernel for Hopper: gradients of queries, keys and values.
 
-A program has a tile of 128 keys, or of 64 with 256 features, and visits the query tiles that see it. Each visit takes
-five products: scores and gradients of weights, both [keys, queries], and a part of each of the three gradients. Two
-separate passes, one for queries and one for keys, would take seven. A line is the sequence at one combination of batch
-indices.
+A program has a tile of 128 keys, or of 64 with more than 128 features, and visits the query tiles that see it. Each
+visit takes five products: scores and gradients of weights, both [keys, queries], and a part of each of the three
+gradients. Two separate passes, one for queries and one for keys, would take seven. A line is the sequence at one
+combination of batch indices. Tiles whose head dimension is not a power of 2 are split into two that are, by features;
+so everything that holds such tiles is a tuple.
 
 | warps | function | work |
 |---|---|---|
@@ -32,6 +33,8 @@ The method is that of FlashAttention-3 (Shah et al., 2024). The caller passes `F
 minus delta. `slope` leaves out the same masks as `plain_score`.
 """
 
+# Tuples of tensors are extended by addition, because Gluon has no unpacking.
+# ruff: noqa: RUF005
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
 # fmt: off
 
@@ -89,7 +92,8 @@ class BackwardShape:
     """Static properties of a launch.
 
     Attributes:
-        rows, keys, width: queries and keys per tile, and features of queries, keys and values.
+        rows, keys: queries and keys per tile.
+        features, columns: the head dimensions of queries and of values, in parts.
         stages: slots of the ring of queries, and of the ring of cotangents.
         buffers: buffers for parts of the queries' gradients.
         query_tiles, key_tiles: tiles per line.
@@ -104,7 +108,8 @@ class BackwardShape:
 
     rows: int
     keys: int
-    width: int
+    features: tuple[int, ...]
+    columns: tuple[int, ...]
     stages: int
     buffers: int
     query_tiles: int
@@ -117,9 +122,35 @@ class BackwardShape:
     is_bare: bool
     is_ordered: bool
 
+    @property
+    def width(self) -> int:
+        """The head dimension of queries."""
+        return sum(self.features)
+
+    @property
+    def value_width(self) -> int:
+        """The head dimension of values."""
+        return sum(self.columns)
+
+    @property
+    def splits_features(self) -> bool:
+        """Whether the two warp groups divide features, because one with all of them would have too few registers."""
+        return self.width > 128
+
+
+class Matrices(NamedTuple):
+    """Descriptors of the arrays that the copy engine moves: a tuple for each array, with one of each part."""
+
+    query: Any
+    key: Any
+    value: Any
+    cotangent: Any
+    key_gradient: Any
+    value_gradient: Any
+
 
 class BackwardMemory(NamedTuple):
-    """Shared memory and barriers of a program."""
+    """Shared memory and barriers of a program. The first four and `part` are tuples of the parts of tiles."""
 
     key: Any
     value: Any
@@ -157,40 +188,73 @@ class Walk(NamedTuple):
 
 @gluon.jit
 def layouts(SHAPE: gl.constexpr):
-    """Return zeros in the layouts of scores, of the gradients of keys, and of the gradients of queries.
+    """Return zeros in the layouts of scores, and of the gradients of keys, of values and of queries in parts.
 
     The table shows which half of a tile each of the two warp groups has.
 
     | features | scores | gradients of keys and values | gradients of queries |
     |---|---|---|---|
-    | 64, 128 | keys | keys | queries if there are 128, else features |
-    | 256 | queries | features | features |
+    | at most 128 | keys | keys | queries if there are 128, else features |
+    | more | queries | features | features |
     """
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
-    WIDTH: gl.constexpr = SHAPE.width
-    if WIDTH == 256:
+    if SHAPE.splits_features:
         S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // 2, 2], [16, M // 2, 16])
-        A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // 2, 2], [16, WIDTH // 2, 16])
-        Q: gl.constexpr = A
     else:
         S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
-        A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
-        if M == 128:
-            Q: gl.constexpr = A
-        else:
-            Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // 2, 2], [16, WIDTH // 2, 16])
     b_scores = gl.zeros([KEYS, M], gl.float32, S)
-    b_keys = gl.zeros([KEYS, WIDTH], gl.float32, A)
-    b_queries = gl.zeros([M, WIDTH], gl.float32, Q)
-    return b_scores, b_keys, b_queries
+    b_keys = ()
+    b_values = ()
+    b_queries = ()
+    for i in gl.static_range(len(SHAPE.features)):
+        b_keys = b_keys + (zero_part(KEYS, SHAPE.features[i], SHAPE.splits_features),)
+        b_queries = b_queries + (zero_part(M, SHAPE.features[i], M < 128),)
+    for i in gl.static_range(len(SHAPE.columns)):
+        b_values = b_values + (zero_part(KEYS, SHAPE.columns[i], SHAPE.splits_features),)
+    return b_scores, b_keys, b_values, b_queries
 
 
 @gluon.jit
-def start_products(left, right, b_start, b_zero):
+def zero_part(ROWS: gl.constexpr, WIDTH: gl.constexpr, SPLITS_FEATURES: gl.constexpr):
+    """Return zeros for one part of a tile, of which each warp group has half of the features or half of the rows."""
+    if SPLITS_FEATURES:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // 2, 2], [16, WIDTH // 2, 16])
+    else:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    return gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def start_products(lefts, rights, zero, stage, b_start, b_zero):
     """Start the products of keys or values with a tile of queries or cotangents; add a number per query to them."""
-    b_start, _b_zero = gl.broadcast(gl.expand_dims(b_start, 0), b_zero)
-    return warpgroup_mma(left, right.permute((1, 0)), b_start, is_async=True)
+    b_sum, _b_zero = gl.broadcast(gl.expand_dims(b_start, 0), b_zero)
+    for i in gl.static_range(len(lefts)):
+        b_sum = warpgroup_mma(lefts[i].index(zero), rights[i].index(stage).permute((1, 0)), b_sum, is_async=True)
+    return b_sum
+
+
+@gluon.jit
+def start_sums(left, rights, slot, b_sums, IN_REGISTERS: gl.constexpr, USE_SUMS: gl.constexpr):
+    """Start the products of a tile with all parts of another one. They are added to `b_sums` if USE_SUMS."""
+    result = ()
+    for i in gl.static_range(len(rights)):
+        if IN_REGISTERS:
+            # The fragments of the tile do not depend on the number of features, so no data moves.
+            operand = gl.convert_layout(left, gl.DotOperandLayout(0, b_sums[i].type.layout, 2))
+        else:
+            operand = left
+        result = result + (warpgroup_mma(operand, rights[i].index(slot), b_sums[i], use_acc=USE_SUMS, is_async=True),)
+    return result
+
+
+@gluon.jit
+def finished(PENDING: gl.constexpr, tiles):
+    """Return sums once all but the last PENDING products have completed."""
+    if len(tiles) == 1:
+        return (warpgroup_mma_wait(PENDING, deps=tiles),)
+    else:
+        return warpgroup_mma_wait(PENDING, deps=tiles)
 
 
 @gluon.jit
@@ -199,29 +263,26 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
     """Process one query tile: send its part of the queries' gradients, return the sums of those of keys and values."""
     STAGES: gl.constexpr = SHAPE.stages
     BUFFERS: gl.constexpr = SHAPE.buffers
-    b_zero, _b_keys, b_none = layouts(SHAPE)
+    SPLITS_FEATURES: gl.constexpr = SHAPE.splits_features
+    b_zero, _b_keys, _b_values, b_none = layouts(SHAPE)
     S: gl.constexpr = b_zero.type.layout
-    A: gl.constexpr = b_dk.type.layout
-    dtype: gl.constexpr = memory.key.dtype
+    dtype: gl.constexpr = memory.key[0].dtype
     stage = number % STAGES
     # This is 0, but the compiler does not know it. With a constant it would compute all addresses of operands before
     # the loop and keep them in registers.
     zero = number >> _FAR
-    key = memory.key.index(zero)
     slope = memory.slope.index(zero)
-    query = memory.query.index(stage)
-    cotangent = memory.cotangent.index(stage)
     mbarrier.wait(memory.query_full.index(stage), number // STAGES % 2)
     b_base = memory.log_sum.index(stage).load(gl.SliceLayout(0, S))
     b_base = gl.where(b_base == float("-inf"), 0.0, b_base * LOG2_E)
     if SHAPE.is_bare:
-        b_products = start_products(key, query, b_base * (-1.0 / SHAPE.unit), b_zero)
+        b_products = start_products(memory.key, memory.query, zero, stage, b_base * (-1.0 / SHAPE.unit), b_zero)
     else:
-        b_products = start_products(key, query, gl.full_like(b_base, 0.0), b_zero)
+        b_products = start_products(memory.key, memory.query, zero, stage, gl.full_like(b_base, 0.0), b_zero)
     mbarrier.wait(memory.cotangent_full.index(stage), number // STAGES % 2)
-    b_weighed = start_products(memory.value.index(zero), cotangent,
+    b_weighed = start_products(memory.value, memory.cotangent, zero, stage,
                                -memory.delta.index(stage).load(gl.SliceLayout(0, S)), b_zero)
-    b_products = warpgroup_mma_wait(1, deps=[b_products])
+    b_products = warpgroup_mma_wait(len(memory.value), deps=[b_products])
     if SHAPE.masks == "some":
         if is_masked != 0:
             b_score = FUNCTIONS.score(arrays, place, r_q, r_k, b_products)
@@ -235,17 +296,16 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
         b_power = gl.exp2(b_score * SHAPE.unit)
     else:
         b_power = gl.exp2(b_score * SHAPE.unit - gl.expand_dims(b_base, 0))
-    if SHAPE.width == 256:
+    if SPLITS_FEATURES:
         # Each warp group computed the weights of half of the queries, and needs those of all.
         weights = memory.weights.index(zero)
         weights.store(b_power.to(dtype))
         fence_async_shared()
         thread_barrier()
-        b_dv = warpgroup_mma(weights, cotangent, b_dv, is_async=True)
+        b_dv = start_sums(weights, memory.cotangent, stage, b_dv, False, True)
     else:
-        b_dv = warpgroup_mma(gl.convert_layout(b_power.to(dtype), gl.DotOperandLayout(0, A, 2)), cotangent, b_dv,
-                             is_async=True)
-    b_weighed = warpgroup_mma_wait(1, deps=[b_weighed])
+        b_dv = start_sums(b_power.to(dtype), memory.cotangent, stage, b_dv, True, True)
+    b_weighed = warpgroup_mma_wait(len(b_dv), deps=[b_weighed])
     b_slope = FUNCTIONS.slope(arrays, place, r_q, r_k, b_products, b_power, b_weighed)
     if SHAPE.masks != "none":
         # The values of keys that a mask hides may be NaN, which must not reach the gradients.
@@ -253,27 +313,31 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
     b_slope = b_slope.to(dtype)
     slope.store(b_slope)
     fence_async_shared()
-    if SHAPE.width == 256:
+    if STAGES == 1:
         # Queries and cotangents have one slot each, which is freed as soon as possible.
-        b_dv = warpgroup_mma_wait(0, deps=[b_dv])
+        b_dv = finished(0, b_dv)
         thread_barrier()
         mbarrier.arrive(memory.cotangent_empty.index(stage), count=1)
-        b_dk = warpgroup_mma(slope, query, b_dk, is_async=True)
-        b_dq = warpgroup_mma(slope.permute((1, 0)), key, b_none, use_acc=False, is_async=True)
-        b_dk = warpgroup_mma_wait(1, deps=[b_dk])
+        b_dk = start_sums(slope, memory.query, stage, b_dk, False, True)
+        b_dq = start_sums(slope.permute((1, 0)), memory.key, zero, b_none, False, False)
+        b_dk = finished(len(b_dq), b_dk)
         thread_barrier()
         mbarrier.arrive(memory.query_empty.index(stage), count=1)
-        b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+        b_dq = finished(0, b_dq)
         send_part(memory, b_dq, number, BUFFERS)
         thread_barrier()
     else:
         thread_barrier()
         # The gradient of queries is computed first: it is sent while that of keys is computed.
-        b_dq = warpgroup_mma(slope.permute((1, 0)), key, b_none, use_acc=False, is_async=True)
-        b_dk = warpgroup_mma(gl.convert_layout(b_slope, gl.DotOperandLayout(0, A, 2)), query, b_dk, is_async=True)
-        b_dv, b_dq = warpgroup_mma_wait(1, deps=[b_dv, b_dq])
+        b_dq = start_sums(slope.permute((1, 0)), memory.key, zero, b_none, False, False)
+        if SPLITS_FEATURES:
+            b_dk = start_sums(slope, memory.query, stage, b_dk, False, True)
+        else:
+            b_dk = start_sums(b_slope, memory.query, stage, b_dk, True, True)
+        b_dq = finished(len(b_dk), b_dq)
         send_part(memory, b_dq, number, BUFFERS)
-        b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+        b_dv = finished(0, b_dv)
+        b_dk = finished(0, b_dk)
         thread_barrier()
         mbarrier.arrive(memory.query_empty.index(stage), count=1)
         mbarrier.arrive(memory.cotangent_empty.index(stage), count=1)
@@ -287,18 +351,17 @@ def send_part(memory, b_dq, number, BUFFERS: gl.constexpr):
     before = number - BUFFERS
     if before >= 0:
         mbarrier.wait(memory.part_empty.index(before % REDUCERS), before // REDUCERS % 2)
-    memory.part.index(number % BUFFERS).store(b_dq)
+    for i in gl.static_range(len(b_dq)):
+        memory.part[i].index(number % BUFFERS).store(b_dq[i])
 
 
 @gluon.jit
-def compute(memory, arrays, key_gradient, value_gradient, own, walk, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+def compute(memory, arrays, matrices, own, walk, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Compute the gradients of the program's keys and values, and the parts of the queries' gradients."""
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
-    dtype: gl.constexpr = memory.key.dtype
-    b_scores, b_dk, _b_queries = layouts(SHAPE)
+    b_scores, b_dk, b_dv, _b_queries = layouts(SHAPE)
     S: gl.constexpr = b_scores.type.layout
-    b_dv = b_dk
     r_k = walk.key_tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, S))
     mbarrier.wait(memory.key_full.index(0), 0)
     number = 0
@@ -311,15 +374,40 @@ def compute(memory, arrays, key_gradient, value_gradient, own, walk, FUNCTIONS: 
             b_dk, b_dv = visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTIONS, SHAPE)
             number += 1
     place = FUNCTIONS.place(own, 0)
-    memory.value.index(0).store(b_dv.to(dtype))
-    memory.key.index(0).store((b_dk * SHAPE.factor).to(dtype))
+    stage_parts(memory.value, b_dv, 1.0)
+    stage_parts(memory.key, b_dk, SHAPE.factor)
     fence_async_shared()
     thread_barrier()
     row, column = FUNCTIONS.value_gradient_at(place, walk.key_tile * KEYS)
-    tma_store(value_gradient, [row, column], memory.value.index(0))
+    store_parts(matrices.value_gradient, row, column, memory.value)
     row, column = FUNCTIONS.key_gradient_at(place, walk.key_tile * KEYS)
-    tma_store(key_gradient, [row, column], memory.key.index(0))
+    store_parts(matrices.key_gradient, row, column, memory.key)
     tma.store_wait(0)
+
+
+@gluon.jit
+def stage_parts(parts, b_parts, FACTOR: gl.constexpr):
+    """Write the parts of a tile, times a factor, to shared memory."""
+    for i in gl.static_range(len(parts)):
+        parts[i].index(0).store((b_parts[i] * FACTOR).to(parts[i].dtype))
+
+
+@gluon.jit
+def store_parts(matrices, row, column, parts):
+    """Start copying the parts of a tile from shared memory to an array."""
+    first = column
+    for i in gl.static_range(len(parts)):
+        tma_store(matrices[i], [row, first], parts[i].index(0))
+        first += parts[i].shape[2]
+
+
+@gluon.jit
+def load_parts(matrices, row, column, full, parts, slot):
+    """Start copying the parts of a tile from an array to shared memory."""
+    first = column
+    for i in gl.static_range(len(parts)):
+        tma_load(matrices[i], [row, first], full, parts[i].index(slot))
+        first += parts[i].shape[2]
 
 
 @gluon.jit
@@ -345,21 +433,21 @@ def next_tile(walk, at, code, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def load(memory, query, key, value, cotangent, p_log_sum, p_delta, own, walk, FUNCTIONS: gl.constexpr,
-         SHAPE: gl.constexpr):
+def load(memory, matrices, p_log_sum, p_delta, own, walk, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Load the program's keys and values, and fill the rings with tiles of queries and cotangents."""
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    BYTES: gl.constexpr = 2 * SHAPE.width
+    QUERY_BYTES: gl.constexpr = 2 * SHAPE.width
+    VALUE_BYTES: gl.constexpr = 2 * SHAPE.value_width
     o_row = gl.arange(0, M, LINE)
     place = FUNCTIONS.place(own, 0)
-    mbarrier.expect(memory.key_full.index(0), 2 * KEYS * BYTES)
+    mbarrier.expect(memory.key_full.index(0), KEYS * (QUERY_BYTES + VALUE_BYTES))
     row, column = FUNCTIONS.key_at(place, walk.key_tile * KEYS)
-    tma_load(key, [row, column], memory.key_full.index(0), memory.key.index(0))
+    load_parts(matrices.key, row, column, memory.key_full.index(0), memory.key, 0)
     row, column = FUNCTIONS.value_at(place, walk.key_tile * KEYS)
-    tma_load(value, [row, column], memory.key_full.index(0), memory.value.index(0))
+    load_parts(matrices.value, row, column, memory.key_full.index(0), memory.value, 0)
     number = 0
     for other in range(SHAPE.others):
         place = FUNCTIONS.place(own, other)
@@ -369,16 +457,16 @@ def load(memory, query, key, value, cotangent, p_log_sum, p_delta, own, walk, FU
             tile, _is_masked, code = next_tile(walk, at, code, SHAPE)
             stage = number % STAGES
             mbarrier.wait(memory.query_empty.index(stage), number // STAGES % 2 ^ 1)
-            mbarrier.expect(memory.query_full.index(stage), M * BYTES)
+            mbarrier.expect(memory.query_full.index(stage), M * QUERY_BYTES)
             row, column = FUNCTIONS.query_at(place, tile * M)
-            tma_load(query, [row, column], memory.query_full.index(stage), memory.query.index(stage))
+            load_parts(matrices.query, row, column, memory.query_full.index(stage), memory.query, stage)
             load_async(memory.log_sum.index(stage), p_log_sum + (first + tile * M) + o_row)
             # Each thread arrives at the barrier when its copies are complete.
             async_copy.mbarrier_arrive(memory.query_full.index(stage), increment_count=False)
             mbarrier.wait(memory.cotangent_empty.index(stage), number // STAGES % 2 ^ 1)
-            mbarrier.expect(memory.cotangent_full.index(stage), M * BYTES)
+            mbarrier.expect(memory.cotangent_full.index(stage), M * VALUE_BYTES)
             row, column = FUNCTIONS.cotangent_at(place, tile * M)
-            tma_load(cotangent, [row, column], memory.cotangent_full.index(stage), memory.cotangent.index(stage))
+            load_parts(matrices.cotangent, row, column, memory.cotangent_full.index(stage), memory.cotangent, stage)
             load_async(memory.delta.index(stage), p_delta + (first + tile * M) + o_row)
             async_copy.mbarrier_arrive(memory.cotangent_full.index(stage), increment_count=False)
             number += 1
@@ -389,14 +477,6 @@ def reduce(memory, p_query_gradient, p_turns, own, walk, OWN: gl.constexpr, FUNC
            SHAPE: gl.constexpr):
     """Add every third tile of the queries' gradients, starting with tile OWN, to the float32 sums."""
     M: gl.constexpr = SHAPE.rows
-    WIDTH: gl.constexpr = SHAPE.width
-    BUFFERS: gl.constexpr = SHAPE.buffers
-    # The lanes of a warp hold up to 128 consecutive numbers of a row.
-    LANES: gl.constexpr = 32 if WIDTH >= 128 else WIDTH // 4
-    PART: gl.constexpr = PART_NUMBERS // WIDTH
-    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [1, 1], [1, 0])
-    o_row = gl.expand_dims(gl.arange(0, PART, gl.SliceLayout(1, LINES)), 1)
-    o_column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LINES)), 0)
     number = 0
     for other in range(SHAPE.others):
         first = FUNCTIONS.row_at(FUNCTIONS.place(own, other))
@@ -413,12 +493,10 @@ def reduce(memory, p_query_gradient, p_turns, own, walk, OWN: gl.constexpr, FUNC
                     while turn < rank:
                         turn = gl.atomic_add(p_turn, 0, sem="acquire")
                 mbarrier.wait(memory.part_full.index(OWN), number // REDUCERS % 2)
-                part = memory.part.index(number % BUFFERS)
-                lines = reinterpret(part, gl.float32, [M // PART, PART, WIDTH], part.layout)
-                p_tile = p_query_gradient + (first + tile * M).to(gl.int64) * WIDTH
-                # If this loop were unrolled, the compiler would compute all addresses before the loop over tiles.
-                for i in range(M // PART):
-                    add_rows(p_tile, o_row * WIDTH + o_column + i * (PART * WIDTH), lines.index(i).load(LINES))
+                p_part = p_query_gradient + (first + tile * M).to(gl.int64) * SHAPE.width
+                for i in gl.static_range(len(memory.part)):
+                    add_part(p_part, memory.part[i].index(number % SHAPE.buffers), SHAPE.width)
+                    p_part += memory.part[i].shape[2]
                 thread_barrier()
                 mbarrier.arrive(memory.part_empty.index(OWN), count=1)
                 if SHAPE.is_ordered:
@@ -428,8 +506,35 @@ def reduce(memory, p_query_gradient, p_turns, own, walk, OWN: gl.constexpr, FUNC
 
 
 @gluon.jit
-def one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient, arrays, p_codes, p_ranks, p_log_sum,
-                      p_delta, p_query_gradient, p_turns, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+def add_part(p_part, part, STRIDE: gl.constexpr):
+    """Add one part of a tile to an array whose rows are STRIDE numbers apart."""
+    M: gl.constexpr = part.shape[0]
+    WIDTH: gl.constexpr = part.shape[1]
+    # The lanes of a warp hold up to 128 consecutive numbers of a row.
+    LANES: gl.constexpr = 32 if WIDTH >= 128 else WIDTH // 4
+    ROWS: gl.constexpr = PART_NUMBERS // WIDTH
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [1, 1], [1, 0])
+    o_row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, LINES)), 1)
+    o_column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LINES)), 0)
+    lines = reinterpret(part, gl.float32, [M // ROWS, ROWS, WIDTH], part.layout)
+    # If this loop were unrolled, the compiler would compute all addresses before the loop over tiles.
+    for i in range(M // ROWS):
+        add_rows(p_part, o_row * STRIDE + o_column + i * (ROWS * STRIDE), lines.index(i).load(LINES))
+
+
+@gluon.jit
+def make_rings(matrices, dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr):
+    """Return the slots of the parts of tiles, in the layouts of their descriptors."""
+    rings = ()
+    for i in gl.static_range(len(matrices)):
+        rings = rings + (gl.allocate_shared_memory(dtype, [SLOTS, ROWS, matrices[i].block_shape[1]],
+                                                   matrices[i].layout),)
+    return rings
+
+
+@gluon.jit
+def one_pass_backward(matrices, arrays, p_codes, p_ranks, p_log_sum, p_delta, p_query_gradient, p_turns,
+                      FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Compute the gradients of one tile of keys and values, and add to those of the queries that see it.
 
     `arrays` are pointers to the arrays that the generated functions read. `p_turns` counts the programs that have added
@@ -437,27 +542,27 @@ def one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient
     """
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
-    WIDTH: gl.constexpr = SHAPE.width
     STAGES: gl.constexpr = SHAPE.stages
     BUFFERS: gl.constexpr = SHAPE.buffers
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SLOPES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     # Groups of eight numbers are swizzled, so that the fragments of four rows are in different banks.
     PARTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-    key_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, WIDTH], key.layout)
-    value_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, WIDTH], value.layout)
-    query_ring = gl.allocate_shared_memory(key.dtype, [STAGES, M, WIDTH], query.layout)
-    cotangent_ring = gl.allocate_shared_memory(key.dtype, [STAGES, M, WIDTH], cotangent.layout)
+    dtype: gl.constexpr = matrices.key[0].dtype
     log_sum_ring = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
-    slope_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, M], SLOPES)
-    part_smem = gl.allocate_shared_memory(gl.float32, [BUFFERS, M, WIDTH], PARTS)
+    slope_smem = gl.allocate_shared_memory(dtype, [1, KEYS, M], SLOPES)
+    parts = ()
+    for i in gl.static_range(len(SHAPE.features)):
+        parts = parts + (gl.allocate_shared_memory(gl.float32, [BUFFERS, M, SHAPE.features[i]], PARTS),)
     weights_smem = slope_smem
-    if WIDTH == 256:
-        weights_smem = gl.allocate_shared_memory(key.dtype, [1, KEYS, M], SLOPES)
+    if SHAPE.splits_features:
+        weights_smem = gl.allocate_shared_memory(dtype, [1, KEYS, M], SLOPES)
     # A full slot has 33 arrivals: one announces the bytes, the others are those of the threads of the loading warp.
     memory = BackwardMemory(
-        key_smem, value_smem, query_ring, cotangent_ring, log_sum_ring, delta_ring, slope_smem, part_smem, weights_smem,
+        make_rings(matrices.key, dtype, 1, KEYS), make_rings(matrices.value, dtype, 1, KEYS),
+        make_rings(matrices.query, dtype, STAGES, M), make_rings(matrices.cotangent, dtype, STAGES, M),
+        log_sum_ring, delta_ring, slope_smem, parts, weights_smem,
         make_barriers(1, 1), make_barriers(STAGES, 33), make_barriers(STAGES, 1), make_barriers(STAGES, 33),
         make_barriers(STAGES, 1), make_barriers(REDUCERS, 1), make_barriers(REDUCERS, 1),
     )
@@ -477,8 +582,8 @@ def one_pass_backward(query, key, value, cotangent, key_gradient, value_gradient
     thread_barrier()
     gl.warp_specialize(
         [
-            (compute, (memory, arrays, key_gradient, value_gradient, own, walk, FUNCTIONS, SHAPE)),
-            (load, (memory, query, key, value, cotangent, p_log_sum, p_delta, own, walk, FUNCTIONS, SHAPE)),
+            (compute, (memory, arrays, matrices, own, walk, FUNCTIONS, SHAPE)),
+            (load, (memory, matrices, p_log_sum, p_delta, own, walk, FUNCTIONS, SHAPE)),
             (reduce, (memory, p_query_gradient, p_turns, own, walk, 0, FUNCTIONS, SHAPE)),
             (reduce, (memory, p_query_gradient, p_turns, own, walk, 1, FUNCTIONS, SHAPE)),
             (reduce, (memory, p_query_gradient, p_turns, own, walk, 2, FUNCTIONS, SHAPE)),

@@ -390,7 +390,9 @@ def step(memory, arrays, place, numbers, query, query_more, number, at, masked, 
     P: gl.constexpr = gl.SliceLayout(1, b_total.type.layout)
     b_products = start_scores(memory, query, query_more, number, b_none, SHAPE)
     b_output, b_more = start_values(memory, b_weights, b_output, b_more, number - 1, SHAPE)
-    b_score = finish_scores(memory, arrays, place, numbers, b_products, number, at, masked, 1, FUNCTIONS, SHAPE)
+    VALUE_PARTS: gl.constexpr = 2 if SHAPE.columns_more > 0 else 1
+    b_score = finish_scores(memory, arrays, place, numbers, b_products, number, at, masked, VALUE_PARTS, FUNCTIONS,
+                            SHAPE)
     b_last = b_largest
     b_largest = gl.maximum(b_last, gl.max(b_score, 1))
     b_power, b_base = weigh(memory, b_score, b_largest, number, GROUP, SHAPE)
