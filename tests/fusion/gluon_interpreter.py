@@ -242,6 +242,7 @@ class _Queues(threading.local):
         self.stores: list[Callable[[], None]] = []
         self.copies: list[Copy] = []
         self.groups: list[list[Copy]] = []
+        self.additions: list[Callable[[], None]] = []
 
 
 class _Engine:
@@ -249,6 +250,8 @@ class _Engine:
 
     def __init__(self, warps: Warps, races: Races | None) -> None:
         self.warps, self.races, self.queues = warps, races, _Queues()
+        # The additions of all threads that end with the program, because nobody waits for them.
+        self.unfinished: list[Callable[[], None]] = []
 
     # The copy engine
 
@@ -275,6 +278,31 @@ class _Engine:
         self.warps.nap()
         while len(self.queues.stores) > left:
             self.queues.stores.pop(0)()
+
+    def add(self, target: View, at: Sequence[int], memory: Shared) -> None:
+        def read() -> None:
+            tile = memory.values.copy()
+            memory.end_read()
+
+            def addition() -> None:
+                target.tile(at)[...] += tile
+
+            self.queues.additions.append(addition)
+            self.unfinished.append(addition)
+
+        memory.begin_read()
+        self.queues.stores.append(read)
+
+    def finish_additions(self) -> None:
+        self.store_wait(0)
+        for addition in self.queues.additions:
+            addition()
+            self.unfinished.remove(addition)
+        self.queues.additions = []
+
+    def release(self) -> None:
+        """Check that other programs may rely on what this thread has done."""
+        assert not self.queues.stores and not self.queues.additions, "additions may not have been performed"
 
     # Copies of lines
 
@@ -337,6 +365,7 @@ class _Values(Language):
     def __init__(self, program: int, programs: int, warps: Warps, races: Races | None) -> None:
         super().__init__(program, programs, warps)
         self.races = races
+        self.release: Callable[[], None] = lambda: None
         for name, dtype in _DTYPES.items():
             setattr(self, name, Dtype(dtype))
         self.exp, self.exp2, self.log2 = np.exp, np.exp2, np.log2
@@ -409,6 +438,8 @@ class _Values(Language):
     def atomic_add(self, place: Global, number: int, sem: str) -> Number:
         """Add to a number in memory. Programs run in the order in which they start, so none waits for another."""
         assert sem in ("acquire", "release", "relaxed")
+        if sem == "release":
+            self.release()
         before = Number(place.values[place.places()])
         place.values[place.places()] += number
         return before
@@ -508,10 +539,13 @@ def _run(
     copy_engine.store_wait = engine.store_wait
     lines.commit_group, lines.wait_group = engine.commit_group, engine.wait_group
     lines.mbarrier_arrive = engine.arrive_after_copies
+    language = _Values(program, plan.grid[0], warps, races)
+    language.release = engine.release
     words = {
-        "gl": _Values(program, plan.grid[0], warps, races), "tma": copy_engine, "async_copy": lines,
+        "gl": language, "tma": copy_engine, "async_copy": lines,
         "mbarrier": _Mbarrier(),
         "tma_load": engine.load, "tma_store": engine.store, "load_async": engine.copy,
+        "tma_add": engine.add, "order_bulk_additions": lambda: None, "finish_bulk_additions": engine.finish_additions,
         "reinterpret": Shared.reinterpret,
         "warpgroup_mma": engine.multiply, "warpgroup_mma_wait": engine.wait,
         "make_barriers": make_barriers,
@@ -535,3 +569,5 @@ def _run(
             case Pointer():
                 parameters[name] = Global(given[argument.role][argument.index].reshape(-1))
     kernel(**parameters)
+    for addition in engine.unfinished:
+        addition()

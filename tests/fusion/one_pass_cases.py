@@ -51,11 +51,13 @@ CASES = {
     "parts_soft_cap": Streamed(causal_soft_cap, _shapes(1, 256, 256, 1, 96)),
     "wide_parts": Streamed(attend, _shapes(1, 256, 192, 1, 192)),
     "wide_parts_causal": Streamed(streamed_cases.causal, _shapes(2, 256, 256, 1, 192), "float16"),
-    "narrower_values": Streamed(streamed_cases.causal, _shapes(1, 256, 256, 2, 192) | {"value": (1, 256, 2, 128)}),
     "odd_queries": Streamed(attend, _shapes(1, 200, 256, 1, 64), streams=False),
     "odd_keys": Streamed(attend, _shapes(1, 256, 200, 1, 64), streams=False),
     "float32": Streamed(attend, _shapes(1, 128, 128, 1, 64), "float32", streams=False),
     "wider_values": Streamed(attend, _shapes(1, 128, 128, 1, 64) | {"value": (1, 128, 1, 128)}, streams=False),
+    "narrower_values": Streamed(
+        streamed_cases.causal, _shapes(1, 256, 256, 2, 192) | {"value": (1, 256, 2, 128)}, streams=False
+    ),
     "biased": Streamed(streamed_cases.biased, _shapes(1, 128, 128, 2, 64) | {"pair": (1, 2, 128, 128)}, streams=False),
     # The gradient of an array other than queries, keys and values.
     "sloped": Streamed(streamed_cases.sloped, _shapes(1, 128, 256, 3, 64) | {"slope": (3,)}, streams=False),

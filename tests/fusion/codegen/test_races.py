@@ -15,10 +15,16 @@ from tests.fusion.gluon_interpreter import interpret_gluon
 from tests.fusion.thresholds import lifted
 
 FORWARD = ("cross", "one_chunk", "causal", "wide_result", "three_halves")
-BACKWARD = {"narrow": test_one_pass.FEW_PROGRAMS, "wide": test_one_pass.WIDE}
+BACKWARD = {
+    "narrow": test_one_pass.FEW_PROGRAMS,
+    "wide": test_one_pass.WIDE,
+    "parts": test_one_pass.PARTS,
+    "wide parts": test_one_pass.WIDE_PARTS,
+}
 ORDER = re.compile(
     r"\s*(mbarrier\.(?:wait|arrive)\(|thread_barrier\(|fence_async_shared\(|tma\.store_wait\("
-    r"|(?P<names>\w+(?:, \w+)*) = warpgroup_mma_wait\(\w+, (?P<deps>.*))"
+    r"|\w+_bulk_additions\(\)|(?P<names>\w+(?:, \w+)*) = (?P<wait>warpgroup_mma_wait|finished|both_finished)"
+    r"\((?:\w+|len\(\w+\)), (?P<deps>.*))"
 )
 # What one may remove without a race in shared memory, by the line and the function that has it.
 NOT_NEEDED = {
@@ -34,6 +40,9 @@ NOT_NEEDED = {
     "tma.store_wait(0) of compute",
     # `finish_values` has a barrier, too, after the last use of the queries.
     "thread_barrier() of compute",
+    # The interpreter runs one program after another, and the threads of a warp as one.
+    "thread_barrier() of reduce (2)",
+    "order_bulk_additions() of reduce",
     # The queries' slot, which is waited for first, is freed last.
     "mbarrier.wait(memory.cotangent_empty.index(stage), number // STAGES % 2 ^ 1) of load",
 }
@@ -91,7 +100,7 @@ def test_removing_one_barrier_fence_or_wait_is_noticed(template, names, number, 
         lines = text.split("\n")
         assert lines[number] == line
         match = ORDER.match(line)
-        kept = f"{match['names']} = warpgroup_mma_wait(9, {match['deps']}" if match["names"] else "pass"
+        kept = f"{match['names']} = {match['wait']}(9, {match['deps']}" if match["names"] else "pass"
         lines[number] = line[: len(line) - len(line.lstrip())] + kept
         return "\n".join(lines)
 

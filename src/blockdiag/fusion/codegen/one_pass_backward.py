@@ -39,6 +39,8 @@ class _Writer(FunctionWriter):
         super().__init__(plan.region, writer, (plan.query, plan.key, plan.product))
         self.plan = plan
         self.places = plan.places | {"cotangent": plan.places["output"]} | _gradient_places(plan)
+        lines = cells_of(plan.region, plan.region.batch)
+        self.places["query_gradient"] = Place((lines * plan.region.sizes["q"], plan.width), {}, {}, (0, 0))
 
 
 def _gradient_dims(plan: OnePass) -> dict[str, tuple[Dim, ...]]:
@@ -86,7 +88,7 @@ def _places(own: _Writer, labels: Sequence[str]) -> None:
 
     own.function("own_place", "cell", own_place, {})
     own.function("place", "own, other", place, indices(plan.own, "own"))
-    own.print_places({name: own.places[name] for name in _parts(plan)})
+    own.print_places({name: own.places[name] for name in _parts(plan) if name != "query_gradient"})
     own.returning("row_at", "place", own.base(region.batch, region.sizes["q"]))
     own.returning("line_at", "place", own.base(labels, 1))
 
@@ -145,7 +147,7 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
     listed = WALK if labels is not None else ()
     outputs = _outputs(own, query, key)
     started = [x.name for x in outputs if x.starts_at_zero]
-    pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum", "delta", f"grad{query}", "turns")
+    pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum", "delta", *_added(plan), "turns")
     read = [i for i in range(len(leaves)) if i in (query, key, *own.pointers)]
     inputs = (
         *(f"leaf{i}" for i in read), "value", *listed, "log_sum", "cotangent", "delta",
@@ -154,6 +156,7 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
     arrays = {
         "query": (f"leaf{query}", rows), "key": (f"leaf{key}", keys), "value": ("value", keys),
         "cotangent": ("cotangent", rows), "key_gradient": (f"grad{key}", keys), "value_gradient": ("grad_value", keys),
+        "query_gradient": (f"grad{query}", rows),
     }  # fmt: skip
     moved = tuple(
         (one, array, places[name].shape, (count, part))
@@ -170,11 +173,14 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
 
 def _parts(plan: OnePass) -> dict[str, tuple[int, ...]]:
     """Return the parts of the head dimension of each array that the copy engine moves."""
-    of_queries, of_values = parts_of(plan.features), parts_of(plan.columns)
-    return {
-        "query": of_queries, "key": of_queries, "value": of_values, "cotangent": of_values,
-        "key_gradient": of_queries, "value_gradient": of_values,
-    }  # fmt: skip
+    parts = parts_of(plan.width)
+    names = ("query", "key", "value", "cotangent", "key_gradient", "value_gradient")
+    return dict.fromkeys(names, parts) | {"query_gradient": parts if plan.adds_in_bulk else ()}
+
+
+def _added(plan: OnePass) -> tuple[str, ...]:
+    """Return the name of the queries' gradient if threads add to it, which need a pointer in place of descriptors."""
+    return () if plan.adds_in_bulk else (f"grad{plan.region.leaves.index(plan.query)}",)
 
 
 def _descriptors(plan: OnePass) -> dict[str, list[str]]:
@@ -214,29 +220,29 @@ def _entry(own: _Writer, *, is_listed: bool) -> None:
     )  # fmt: skip
     emit(f"FUNCTIONS = gl.constexpr(BackwardFunctions({', '.join(names)}))")
     shape = {
-        "rows": plan.tile.rows, "keys": plan.tile.columns, "features": parts_of(plan.features),
-        "columns": parts_of(plan.columns), "stages": stages, "buffers": buffers, "query_tiles": row_tiles,
-        "key_tiles": key_tiles, "others": others, "masks": masks, "is_listed": is_listed, "unit": factor * LOG2_E,
-        "factor": factor, "is_bare": plan.is_bare, "is_ordered": own.region.is_ordered,
+        "rows": plan.tile.rows, "keys": plan.tile.columns, "features": parts_of(plan.width), "stages": stages,
+        "buffers": buffers, "query_tiles": row_tiles, "key_tiles": key_tiles, "others": others, "masks": masks,
+        "is_listed": is_listed, "unit": factor * LOG2_E, "factor": factor, "is_bare": plan.is_bare,
+        "is_ordered": own.region.is_ordered, "adds_in_bulk": plan.adds_in_bulk,
     }  # fmt: skip
     emit(f"SHAPE = gl.constexpr(BackwardShape({', '.join(f'{name}={x!r}' for name, x in shape.items())}))")
     emit()
     emit()
     codes = "p_walk_codes, p_walk_ranks" if is_listed else "p_turns, p_turns"
     listed = ", p_walk_codes, p_walk_ranks" if is_listed else ""
-    query = own.region.leaves.index(plan.query)
     matrices = _descriptors(plan)
     names = [*itertools.chain(*matrices.values())]
     # The second use of an output comes last, see `_hopper_plan` in runtime/launches.py.
     last = [x for x in names if x.endswith("_gradient_more")]
     parameters = (
-        f"{', '.join(x for x in names if x not in last)}{own.parameters()}{listed}, p_log_sum, p_delta, p_grad{query}, "
-        f"p_turns{''.join(f', {x}' for x in last)}"
+        f"{', '.join(x for x in names if x not in last)}{own.parameters()}{listed}, p_log_sum, p_delta"
+        f"{''.join(f', p_{x}' for x in _added(plan))}, p_turns{''.join(f', {x}' for x in last)}"
     )
     arrays = ", ".join(f"p_leaf{i}" for i in own.pointers) or "p_log_sum"
     print_function(own, f"def {NAME}({parameters}):")
-    packs = ", ".join(f"({', '.join(x)},)" for x in matrices.values())
+    packs = ", ".join(f"({''.join(f'{one}, ' for one in x)})" for x in matrices.values())
+    sums = ", ".join(f"p_{x}" for x in _added(plan)) or "p_log_sum"
     emit(
-        f"one_pass_backward(Matrices({packs}), ({arrays},), {codes}, p_log_sum, p_delta, p_grad{query}, p_turns, "
-        "FUNCTIONS, SHAPE)"
+        f"one_pass_backward(Matrices({packs}), ({arrays},), {codes}, p_log_sum, p_delta, {sums}, p_turns, FUNCTIONS, "
+        "SHAPE)"
     )

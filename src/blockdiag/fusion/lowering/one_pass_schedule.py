@@ -14,16 +14,14 @@ from blockdiag.fusion.ir.tree import Leaf, Region
 from blockdiag.fusion.lowering.hopper import OfProduct, Place, count_of, is_narrow, of_product, places_of
 from blockdiag.fusion.lowering.tile_program import value_columns, value_labels
 
-# Tiles by head dimensions (queries, values): the first if scores without masks are products, the second for other
-# functions of products, which need more registers. With 64 features, tiles of more queries need less shared memory
-# bandwidth.
+# Tiles by features: the first if scores without masks are products, the second for other functions of products, which
+# need more registers. With 64 features, tiles of more queries need less shared memory bandwidth.
 _TILES = {
-    (64, 64): (Tile(128, 128), Tile(64, 128)),
-    (96, 96): (Tile(64, 128), Tile(64, 128)),
-    (128, 128): (Tile(64, 128), Tile(64, 128)),
-    (192, 128): (Tile(64, 64), Tile(64, 64)),
-    (192, 192): (Tile(64, 64), Tile(64, 64)),
-    (256, 256): (Tile(64, 64), Tile(64, 64)),
+    64: (Tile(128, 128), Tile(64, 128)),
+    96: (Tile(64, 128), Tile(64, 128)),
+    128: (Tile(64, 128), Tile(64, 128)),
+    192: (Tile(64, 64), Tile(64, 64)),
+    256: (Tile(64, 64), Tile(64, 64)),
 }
 
 
@@ -39,7 +37,7 @@ class OnePass(OfProduct):
 
     Attributes:
         places: the matrix views of "query", "key", "value" and "output"; gradients have the same.
-        features, columns: the head dimensions of queries and of values.
+        width: the features of queries, keys and values.
         tile: the tile of queries and keys.
         own, others: the batch labels that select a program, and those that each program loops over.
         is_shared: whether several programs have the same keys; their partial gradients are summed later.
@@ -48,14 +46,18 @@ class OnePass(OfProduct):
     """
 
     places: dict[str, Place]
-    features: int
-    columns: int
+    width: int
     tile: Tile
     own: tuple[str, ...]
     others: tuple[str, ...]
     is_shared: bool
     is_bare: bool
     has_masks: bool
+
+    @property
+    def adds_in_bulk(self) -> bool:
+        """Whether the copy engine adds the parts of the queries' gradients, as the template says."""
+        return self.width > 128
 
 
 def one_pass(region: Region) -> OnePass | None:
@@ -68,14 +70,18 @@ def one_pass(region: Region) -> OnePass | None:
     if found is None or any(leaf.role in ("score", "distance") for leaf in region.leaves):
         return None
     query, key = found.query, found.key
-    features, columns = count_of(region, query.features), count_of(region, value_columns(region))
-    if (features, columns) not in _TILES or not _has_gradients(region, query, key):
+    width = count_of(region, query.features)
+    if (
+        width not in _TILES
+        or count_of(region, value_columns(region)) != width
+        or not _has_gradients(region, query, key)
+    ):
         return None
     # The score without masks, if these can be separated.
     score, plain = scores_of(found.region)[0]
     root = score if plain is None else plain
     is_bare = root is not None and root.leaf is found.product
-    tile = _TILES[features, columns][not is_bare]
+    tile = _TILES[width][not is_bare]
     is_tiled = region.sizes["q"] % tile.rows == 0 and region.sizes["k"] % tile.columns == 0
     places = places_of(region, query, key)
     if not is_tiled or places is None or not is_narrow(replace(region, dtype=region.value.dtype), query, key):
@@ -89,8 +95,7 @@ def one_pass(region: Region) -> OnePass | None:
     return OnePass(
         **vars(found),
         places=places,
-        features=features,
-        columns=columns,
+        width=width,
         tile=tile,
         own=own,
         others=others,
@@ -121,29 +126,16 @@ def _has_gradients(region: Region, query: Leaf, key: Leaf) -> bool:
     )
 
 
-# One pass is used if some key tile is seen by at least this many queries, by head dimensions. With fewer, plain kernels
-# are as fast or faster, and need no float32 array: with a window of 256 they take 20% to 30% less time on an H200.
-_FEWEST_SEEN = {(64, 64): 1024, (96, 96): 1024, (128, 128): 1024, (192, 128): 256, (192, 192): 256, (256, 256): 256}
+# One pass is used if some key tile is seen by at least this many queries, by features. With fewer, plain kernels are as
+# fast or faster, and need no float32 array: with a window of 256 and 64 or 128 features they take 20% to 30% less time
+# on an H200. Timings of 96 and 192 features are in benchmarks/results/runs/2026-11-28-one-pass.csv.
+_FEWEST_SEEN = {64: 1024, 96: 256, 128: 1024, 192: 256, 256: 256}
 # The thresholds if no tile is known to be dead: all programs reach a query tile at the same time, and wait for their
 # turns.
-_FEWEST_WITHOUT_MASKS = {
-    (64, 64): 8192,
-    (96, 96): 4096,
-    (128, 128): 4096,
-    (192, 128): 256,
-    (192, 192): 256,
-    (256, 256): 256,
-}
+_FEWEST_WITHOUT_MASKS = {64: 8192, 96: 1024, 128: 4096, 192: 256, 256: 256}
 # The thresholds, in queries of the call, for masks that depend on arrays. They may hide most keys: for documents of 340
-# tokens, one pass is 20% slower.
-_FEWEST_UNKNOWN = {
-    (64, 64): 8192,
-    (96, 96): 8192,
-    (128, 128): 8192,
-    (192, 128): 1024,
-    (192, 192): 1024,
-    (256, 256): 1024,
-}
+# tokens, one pass is 20% slower. Those of 96 and 192 were not timed; they are those of the next larger tiles.
+_FEWEST_UNKNOWN = {64: 8192, 96: 8192, 128: 8192, 192: 1024, 256: 1024}
 
 
 def is_fast(plan: OnePass, most: int | None, *, is_listed: bool) -> bool:
@@ -154,14 +146,14 @@ def is_fast(plan: OnePass, most: int | None, *, is_listed: bool) -> bool:
         is_listed: whether some tiles are known to be dead.
     """
     if most is None:
-        return plan.region.sizes["q"] >= _FEWEST_UNKNOWN[plan.features, plan.columns]
+        return plan.region.sizes["q"] >= _FEWEST_UNKNOWN[plan.width]
     fewest = _FEWEST_SEEN if is_listed else _FEWEST_WITHOUT_MASKS
-    return most * plan.tile.rows >= fewest[plan.features, plan.columns]
+    return most * plan.tile.rows >= fewest[plan.width]
 
 
 def slots_of(plan: OnePass) -> tuple[int, int]:
     """Return the numbers of slots in each ring (queries, cotangents) and of buffers for gradients of queries."""
-    return (1, 1) if plan.features == 256 else (2, 1) if plan.features == 192 else (2, 2)
+    return {192: (1, 2), 256: (1, 1)}.get(plan.width, (2, 2))
 
 
 def tiles_of(plan: OnePass) -> tuple[int, int]:

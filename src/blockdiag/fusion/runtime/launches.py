@@ -88,12 +88,12 @@ class FusedLaunch:
         for i, written in enumerate(self.source.outputs):
             places[written.name] = ("output", i)
         started = [(x.name, i) for i, x in enumerate(self.source.outputs) if x.starts_at_zero]
-        dtype = {"bfloat16": gl.bfloat16, "float16": gl.float16}[kernel.dtype]
+        dtypes = {x.name: x.dtype for x in self.source.outputs}
         arguments: dict[str, Argument] = {}
         last: dict[str, Argument] = {}
         seen = set()
         for name, array, shape, block in kernel.moved:
-            layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+            layout = gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, dtypes.get(array, kernel.dtype)))
             # jaxlib's launcher takes the second use of an output after the first uses of all outputs.
             group = last if array in seen and places[array][0] == "output" else arguments
             group[name] = Descriptor(*places[array], shape=shape, block_shape=block, layout=layout)

@@ -12,6 +12,9 @@ so everything that holds such tiles is a tuple.
 | 1 | `load` | load queries, cotangents of outputs, log-sum-exps and deltas into a ring of slots |
 | 3 | `reduce` | add the parts of the queries' gradients to a float32 array; each warp adds every third tile |
 
+With more than 128 features, key tiles are smaller, so more parts are added. The copy engine then adds them, which takes
+half the time but completes later; otherwise the threads of `reduce` do.
+
 Tiles of the queries' gradients are summed in a fixed order, so results are repeatable: a program adds its part once all
 programs before it have added theirs. It waits only for programs with lower indices. GPUs start programs in the order of
 their indices, although CUDA does not promise it. In another order, a program could wait for one that never starts.
@@ -52,9 +55,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blockdiag.triton_kernels.launch.gluon_names import load_async, reinterpret, thread_barrier, tma_load, tma_store
+from blockdiag.triton_kernels.launch.gluon_names import (
+    load_async,
+    reinterpret,
+    thread_barrier,
+    tma_add,
+    tma_load,
+    tma_store,
+)
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
-from blockdiag.triton_kernels.parts.reductions import add_rows
+from blockdiag.triton_kernels.parts.reductions import add_rows, finish_bulk_additions, order_bulk_additions
 
 REDUCERS = gl.constexpr(3)
 WARPS = gl.constexpr(8)
@@ -93,7 +103,7 @@ class BackwardShape:
 
     Attributes:
         rows, keys: queries and keys per tile.
-        features, columns: the head dimensions of queries and of values, in parts.
+        features: the head dimension, in parts.
         stages: slots of the ring of queries, and of the ring of cotangents.
         buffers: buffers for parts of the queries' gradients.
         query_tiles, key_tiles: tiles per line.
@@ -104,12 +114,12 @@ class BackwardShape:
         factor: the positive factor of scores that `score` and `plain_score` leave out.
         is_bare: whether `plain_score` returns the products unchanged.
         is_ordered: whether the queries' gradients are summed in a fixed order.
+        adds_in_bulk: whether the copy engine adds the parts of the queries' gradients.
     """
 
     rows: int
     keys: int
     features: tuple[int, ...]
-    columns: tuple[int, ...]
     stages: int
     buffers: int
     query_tiles: int
@@ -121,16 +131,12 @@ class BackwardShape:
     factor: float
     is_bare: bool
     is_ordered: bool
+    adds_in_bulk: bool
 
     @property
     def width(self) -> int:
-        """The head dimension of queries."""
+        """The head dimension."""
         return sum(self.features)
-
-    @property
-    def value_width(self) -> int:
-        """The head dimension of values."""
-        return sum(self.columns)
 
     @property
     def splits_features(self) -> bool:
@@ -139,7 +145,10 @@ class BackwardShape:
 
 
 class Matrices(NamedTuple):
-    """Descriptors of the arrays that the copy engine moves: a tuple for each array, with one of each part."""
+    """Descriptors of the arrays that the copy engine moves: a tuple for each array, with one of each part.
+
+    That of the queries' gradients is empty if the copy engine does not add them.
+    """
 
     query: Any
     key: Any
@@ -147,6 +156,7 @@ class Matrices(NamedTuple):
     cotangent: Any
     key_gradient: Any
     value_gradient: Any
+    query_gradient: Any
 
 
 class BackwardMemory(NamedTuple):
@@ -188,7 +198,7 @@ class Walk(NamedTuple):
 
 @gluon.jit
 def layouts(SHAPE: gl.constexpr):
-    """Return zeros in the layouts of scores, and of the gradients of keys, of values and of queries in parts.
+    """Return zeros in the layouts of scores, and of the gradients of keys or values and of queries in parts.
 
     The table shows which half of a tile each of the two warp groups has.
 
@@ -205,14 +215,11 @@ def layouts(SHAPE: gl.constexpr):
         S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
     b_scores = gl.zeros([KEYS, M], gl.float32, S)
     b_keys = ()
-    b_values = ()
     b_queries = ()
     for i in gl.static_range(len(SHAPE.features)):
         b_keys = b_keys + (zero_part(KEYS, SHAPE.features[i], SHAPE.splits_features),)
         b_queries = b_queries + (zero_part(M, SHAPE.features[i], M < 128),)
-    for i in gl.static_range(len(SHAPE.columns)):
-        b_values = b_values + (zero_part(KEYS, SHAPE.columns[i], SHAPE.splits_features),)
-    return b_scores, b_keys, b_values, b_queries
+    return b_scores, b_keys, b_queries
 
 
 @gluon.jit
@@ -258,13 +265,20 @@ def finished(PENDING: gl.constexpr, tiles):
 
 
 @gluon.jit
+def both_finished(PENDING: gl.constexpr, first, second):
+    """Return two tuples of sums once all but the last PENDING products have completed."""
+    tiles = finished(PENDING, first + second)
+    return tiles[:len(first)], tiles[len(first):]
+
+
+@gluon.jit
 def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTIONS: gl.constexpr,
           SHAPE: gl.constexpr):
     """Process one query tile: send its part of the queries' gradients, return the sums of those of keys and values."""
     STAGES: gl.constexpr = SHAPE.stages
     BUFFERS: gl.constexpr = SHAPE.buffers
     SPLITS_FEATURES: gl.constexpr = SHAPE.splits_features
-    b_zero, _b_keys, _b_values, b_none = layouts(SHAPE)
+    b_zero, _b_keys, b_none = layouts(SHAPE)
     S: gl.constexpr = b_zero.type.layout
     dtype: gl.constexpr = memory.key[0].dtype
     stage = number % STAGES
@@ -336,8 +350,7 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
             b_dk = start_sums(b_slope, memory.query, stage, b_dk, True, True)
         b_dq = finished(len(b_dk), b_dq)
         send_part(memory, b_dq, number, BUFFERS)
-        b_dv = finished(0, b_dv)
-        b_dk = finished(0, b_dk)
+        b_dk, b_dv = both_finished(0, b_dk, b_dv)
         thread_barrier()
         mbarrier.arrive(memory.query_empty.index(stage), count=1)
         mbarrier.arrive(memory.cotangent_empty.index(stage), count=1)
@@ -353,6 +366,7 @@ def send_part(memory, b_dq, number, BUFFERS: gl.constexpr):
         mbarrier.wait(memory.part_empty.index(before % REDUCERS), before // REDUCERS % 2)
     for i in gl.static_range(len(b_dq)):
         memory.part[i].index(number % BUFFERS).store(b_dq[i])
+    fence_async_shared()
 
 
 @gluon.jit
@@ -360,7 +374,8 @@ def compute(memory, arrays, matrices, own, walk, FUNCTIONS: gl.constexpr, SHAPE:
     """Compute the gradients of the program's keys and values, and the parts of the queries' gradients."""
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
-    b_scores, b_dk, b_dv, _b_queries = layouts(SHAPE)
+    b_scores, b_dk, _b_queries = layouts(SHAPE)
+    b_dv = b_dk
     S: gl.constexpr = b_scores.type.layout
     r_k = walk.key_tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, S))
     mbarrier.wait(memory.key_full.index(0), 0)
@@ -439,11 +454,10 @@ def load(memory, matrices, p_log_sum, p_delta, own, walk, FUNCTIONS: gl.constexp
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    QUERY_BYTES: gl.constexpr = 2 * SHAPE.width
-    VALUE_BYTES: gl.constexpr = 2 * SHAPE.value_width
+    BYTES: gl.constexpr = 2 * SHAPE.width
     o_row = gl.arange(0, M, LINE)
     place = FUNCTIONS.place(own, 0)
-    mbarrier.expect(memory.key_full.index(0), KEYS * (QUERY_BYTES + VALUE_BYTES))
+    mbarrier.expect(memory.key_full.index(0), 2 * KEYS * BYTES)
     row, column = FUNCTIONS.key_at(place, walk.key_tile * KEYS)
     load_parts(matrices.key, row, column, memory.key_full.index(0), memory.key, 0)
     row, column = FUNCTIONS.value_at(place, walk.key_tile * KEYS)
@@ -457,14 +471,14 @@ def load(memory, matrices, p_log_sum, p_delta, own, walk, FUNCTIONS: gl.constexp
             tile, _is_masked, code = next_tile(walk, at, code, SHAPE)
             stage = number % STAGES
             mbarrier.wait(memory.query_empty.index(stage), number // STAGES % 2 ^ 1)
-            mbarrier.expect(memory.query_full.index(stage), M * QUERY_BYTES)
+            mbarrier.expect(memory.query_full.index(stage), M * BYTES)
             row, column = FUNCTIONS.query_at(place, tile * M)
             load_parts(matrices.query, row, column, memory.query_full.index(stage), memory.query, stage)
             load_async(memory.log_sum.index(stage), p_log_sum + (first + tile * M) + o_row)
             # Each thread arrives at the barrier when its copies are complete.
             async_copy.mbarrier_arrive(memory.query_full.index(stage), increment_count=False)
             mbarrier.wait(memory.cotangent_empty.index(stage), number // STAGES % 2 ^ 1)
-            mbarrier.expect(memory.cotangent_full.index(stage), M * VALUE_BYTES)
+            mbarrier.expect(memory.cotangent_full.index(stage), M * BYTES)
             row, column = FUNCTIONS.cotangent_at(place, tile * M)
             load_parts(matrices.cotangent, row, column, memory.cotangent_full.index(stage), memory.cotangent, stage)
             load_async(memory.delta.index(stage), p_delta + (first + tile * M) + o_row)
@@ -473,7 +487,7 @@ def load(memory, matrices, p_log_sum, p_delta, own, walk, FUNCTIONS: gl.constexp
 
 
 @gluon.jit
-def reduce(memory, p_query_gradient, p_turns, own, walk, OWN: gl.constexpr, FUNCTIONS: gl.constexpr,
+def reduce(memory, matrices, p_query_gradient, p_turns, own, walk, OWN: gl.constexpr, FUNCTIONS: gl.constexpr,
            SHAPE: gl.constexpr):
     """Add every third tile of the queries' gradients, starting with tile OWN, to the float32 sums."""
     M: gl.constexpr = SHAPE.rows
@@ -493,13 +507,25 @@ def reduce(memory, p_query_gradient, p_turns, own, walk, OWN: gl.constexpr, FUNC
                     while turn < rank:
                         turn = gl.atomic_add(p_turn, 0, sem="acquire")
                 mbarrier.wait(memory.part_full.index(OWN), number // REDUCERS % 2)
-                p_part = p_query_gradient + (first + tile * M).to(gl.int64) * SHAPE.width
+                column = 0
+                if SHAPE.adds_in_bulk:
+                    order_bulk_additions()
                 for i in gl.static_range(len(memory.part)):
-                    add_part(p_part, memory.part[i].index(number % SHAPE.buffers), SHAPE.width)
-                    p_part += memory.part[i].shape[2]
+                    part = memory.part[i].index(number % SHAPE.buffers)
+                    if SHAPE.adds_in_bulk:
+                        tma_add(matrices.query_gradient[i], [first + tile * M, column], part)
+                    else:
+                        add_part(p_query_gradient + (first + tile * M).to(gl.int64) * SHAPE.width + column, part,
+                                 SHAPE.width)
+                    column += part.shape[1]
+                if SHAPE.adds_in_bulk:
+                    tma.store_wait(0)
                 thread_barrier()
                 mbarrier.arrive(memory.part_empty.index(OWN), count=1)
                 if SHAPE.is_ordered:
+                    if SHAPE.adds_in_bulk:
+                        finish_bulk_additions()
+                        thread_barrier()
                     # This releases the additions of all threads: the barrier orders them before it.
                     gl.atomic_add(p_turn, 1, sem="release")
             number += 1
@@ -523,6 +549,21 @@ def add_part(p_part, part, STRIDE: gl.constexpr):
 
 
 @gluon.jit
+def make_buffers(matrices, SHAPE: gl.constexpr):
+    """Return the buffers for the parts of the queries' gradients."""
+    if SHAPE.adds_in_bulk:
+        return make_rings(matrices, gl.float32, SHAPE.buffers, SHAPE.rows)
+    else:
+        # Groups of eight numbers are swizzled, so that the fragments of four rows are in different banks.
+        PARTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+        buffers = ()
+        for i in gl.static_range(len(SHAPE.features)):
+            buffers = buffers + (gl.allocate_shared_memory(
+                gl.float32, [SHAPE.buffers, SHAPE.rows, SHAPE.features[i]], PARTS),)
+        return buffers
+
+
+@gluon.jit
 def make_rings(matrices, dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr):
     """Return the slots of the parts of tiles, in the layouts of their descriptors."""
     rings = ()
@@ -543,18 +584,12 @@ def one_pass_backward(matrices, arrays, p_codes, p_ranks, p_log_sum, p_delta, p_
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
-    BUFFERS: gl.constexpr = SHAPE.buffers
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SLOPES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    # Groups of eight numbers are swizzled, so that the fragments of four rows are in different banks.
-    PARTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     dtype: gl.constexpr = matrices.key[0].dtype
     log_sum_ring = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
     slope_smem = gl.allocate_shared_memory(dtype, [1, KEYS, M], SLOPES)
-    parts = ()
-    for i in gl.static_range(len(SHAPE.features)):
-        parts = parts + (gl.allocate_shared_memory(gl.float32, [BUFFERS, M, SHAPE.features[i]], PARTS),)
     weights_smem = slope_smem
     if SHAPE.splits_features:
         weights_smem = gl.allocate_shared_memory(dtype, [1, KEYS, M], SLOPES)
@@ -562,7 +597,7 @@ def one_pass_backward(matrices, arrays, p_codes, p_ranks, p_log_sum, p_delta, p_
     memory = BackwardMemory(
         make_rings(matrices.key, dtype, 1, KEYS), make_rings(matrices.value, dtype, 1, KEYS),
         make_rings(matrices.query, dtype, STAGES, M), make_rings(matrices.cotangent, dtype, STAGES, M),
-        log_sum_ring, delta_ring, slope_smem, parts, weights_smem,
+        log_sum_ring, delta_ring, slope_smem, make_buffers(matrices.query_gradient, SHAPE), weights_smem,
         make_barriers(1, 1), make_barriers(STAGES, 33), make_barriers(STAGES, 1), make_barriers(STAGES, 33),
         make_barriers(STAGES, 1), make_barriers(REDUCERS, 1), make_barriers(REDUCERS, 1),
     )
@@ -584,9 +619,9 @@ def one_pass_backward(matrices, arrays, p_codes, p_ranks, p_log_sum, p_delta, p_
         [
             (compute, (memory, arrays, matrices, own, walk, FUNCTIONS, SHAPE)),
             (load, (memory, matrices, p_log_sum, p_delta, own, walk, FUNCTIONS, SHAPE)),
-            (reduce, (memory, p_query_gradient, p_turns, own, walk, 0, FUNCTIONS, SHAPE)),
-            (reduce, (memory, p_query_gradient, p_turns, own, walk, 1, FUNCTIONS, SHAPE)),
-            (reduce, (memory, p_query_gradient, p_turns, own, walk, 2, FUNCTIONS, SHAPE)),
+            (reduce, (memory, matrices, p_query_gradient, p_turns, own, walk, 0, FUNCTIONS, SHAPE)),
+            (reduce, (memory, matrices, p_query_gradient, p_turns, own, walk, 1, FUNCTIONS, SHAPE)),
+            (reduce, (memory, matrices, p_query_gradient, p_turns, own, walk, 2, FUNCTIONS, SHAPE)),
         ],
         [1, 1, 1, 1],
         [FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],

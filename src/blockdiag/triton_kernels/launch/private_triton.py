@@ -33,6 +33,7 @@ _DRIVER_ELEMENT_TYPES = {number: number for number in range(8)} | {8: 10, 9: 8, 
 
 # Names that the Hopper kernels import from Gluon, by module. "|" separates the spellings of different versions.
 _GLUON_NAMES = {
+    "triton._C.libtriton": ("gluon_ir.GluonOpBuilder.create_async_tma_reduce", "ir.DESCRIPTOR_REDUCE_KIND.ADD"),
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.language": (
         "DotOperandLayout",
@@ -414,9 +415,15 @@ def _probe_gluon() -> str | None:
         except ImportError as error:
             return f"Triton {_version_text()} has no module {module} ({error})"
         for name in names:
-            if not any(hasattr(found, alternative) for alternative in name.split("|")):
+            if not any(_has(found, alternative) for alternative in name.split("|")):
                 return f"Triton {_version_text()} has no {name.replace('|', ' or ')} in {module}"
     return None
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Return whether an object has an attribute, which may be an attribute of an attribute."""
+    first, _, rest = name.partition(".")
+    return hasattr(owner, first) and (not rest or _has(getattr(owner, first), rest))
 
 
 # Host-made descriptors

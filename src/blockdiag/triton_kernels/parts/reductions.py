@@ -1,4 +1,4 @@
-"""Device helper in Gluon that adds tiles to arrays in global memory."""
+"""Device helpers in Gluon that add tiles to arrays in global memory."""
 
 # fmt: off
 
@@ -21,3 +21,26 @@ def add_rows(p_first, o_tile, b_tile):
         "=r,l,l,l,l,r,r,r,r,r,r,r,r", [p_first.to(gl.int64), o_tile, b_tile.to(gl.int32, bitcast=True)],
         dtype=gl.int8, is_pure=False, pack=4,
     )
+
+
+@gluon.jit
+def run_in_all_threads(PTX: gl.constexpr):
+    """Run PTX without operands in each thread."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    gl.inline_asm_elementwise(PTX + " mov.u32 $0, $1;", "=r,r", [gl.arange(0, 32 * gl.num_warps(), LINE)],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def order_bulk_additions():
+    """Order the next additions by the copy engine after what this thread has seen of other programs."""
+    run_in_all_threads("fence.proxy.async;")
+
+
+@gluon.jit
+def finish_bulk_additions():
+    """Wait until the additions that this thread gave to the copy engine have been performed.
+
+    `tma.store_wait` waits only until shared memory has been read.
+    """
+    run_in_all_threads("cp.async.bulk.wait_group 0;")
