@@ -56,7 +56,9 @@ def test_programs_that_go_through_all_queries_of_a_key_head(monkeypatch):
     assert_exact(CASES["grouped"], fuse(CASES["grouped"].function, implementation="triton"))
 
 
-@pytest.mark.parametrize("name", ["causal", "narrow_causal", "full", "wide_causal"])
+@pytest.mark.parametrize(
+    "name", ["causal", "narrow_causal", "full", "wide_causal", "parts_causal", "wide_parts_causal"]
+)
 def test_sums_in_any_order_are_as_accurate(name):
     case = CASES[name]
     assert_exact(case, fuse(case.function, implementation="triton", deterministic=False), is_repeatable=False)

@@ -24,7 +24,7 @@ BACKWARD = {
 ORDER = re.compile(
     r"\s*(mbarrier\.(?:wait|arrive)\(|thread_barrier\(|fence_async_shared\(|tma\.store_wait\("
     r"|\w+_bulk_additions\(\)|(?P<names>\w+(?:, \w+)*) = (?P<wait>warpgroup_mma_wait|finished|both_finished)"
-    r"\((?:\w+|len\(\w+\)), (?P<deps>.*))"
+    r"\((?:\w+|len\([\w.]+\)), (?P<deps>.*))"
 )
 # What one may remove without a race in shared memory, by the line and the function that has it.
 NOT_NEEDED = {
@@ -54,6 +54,8 @@ def ordering_lines(template):
     for number, line in enumerate(inspect.getsource(template).split("\n")):
         if match := re.match(r"def (\w+)\(", line):
             function = match[1]
+        waits = re.search(r"= (?:warpgroup_mma_wait|finished|both_finished)\(", line)
+        assert not waits or ORDER.match(line), f"a wait that is never removed: {line}"
         if ORDER.match(line):
             name = f"{line.strip()} of {function}"
             repeated = sum(x == name or x.startswith(f"{name} (") for x in names)

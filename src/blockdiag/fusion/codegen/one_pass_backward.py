@@ -179,7 +179,7 @@ def _parts(plan: OnePass) -> dict[str, tuple[int, ...]]:
 
 
 def _added(plan: OnePass) -> tuple[str, ...]:
-    """Return the name of the queries' gradient if threads add to it, which need a pointer in place of descriptors."""
+    """Return the pointer argument for the queries' gradient; none if the copy engine adds, through descriptors."""
     return () if plan.adds_in_bulk else (f"grad{plan.region.leaves.index(plan.query)}",)
 
 

@@ -131,10 +131,10 @@ def _has_gradients(region: Region, query: Leaf, key: Leaf) -> bool:
 # on an H200. Timings of 96 and 192 features are in benchmarks/results/runs/2026-11-28-one-pass.csv.
 _FEWEST_SEEN = {64: 1024, 96: 256, 128: 1024, 192: 256, 256: 256}
 # The thresholds if no tile is known to be dead: all programs reach a query tile at the same time, and wait for their
-# turns.
+# turns. With 192 features, fewer than 1,024 queries were not timed.
 _FEWEST_WITHOUT_MASKS = {64: 8192, 96: 1024, 128: 4096, 192: 256, 256: 256}
 # The thresholds, in queries of the call, for masks that depend on arrays. They may hide most keys: for documents of 340
-# tokens, one pass is 20% slower. Those of 96 and 192 were not timed; they are those of the next larger tiles.
+# tokens, one pass is 20% slower. Those of 96 and 192 were not timed; they are those of the next larger head dimension.
 _FEWEST_UNKNOWN = {64: 8192, 96: 8192, 128: 8192, 192: 1024, 256: 1024}
 
 

@@ -33,8 +33,8 @@ class MoBAProblem:
         has_key_mask: whether a key mask, bool [key_tokens], removes keys.
         scale: factor on the scores, before the softmax.
         has_padding: whether rows of key and value may lie in no block, as after packed sequences.
-        sequence_blocks: maximum number of blocks of a batch row, or of the key axis of a packed call; routing chooses
-            its precision by it. It is the same for a call and its parts on several devices, and not read after routing.
+        sequence_blocks: length of the key axis, of one batch row or packed, in blocks; routing chooses its precision by
+            it. It is the same for a call and its parts on several devices, and not read after routing.
     """
 
     operation: ClassVar[Operation] = MOBA

@@ -12,8 +12,8 @@ so everything that holds such tiles is a tuple.
 | 1 | `load` | load queries, cotangents of outputs, log-sum-exps and deltas into a ring of slots |
 | 3 | `reduce` | add the parts of the queries' gradients to a float32 array; each warp adds every third tile |
 
-With more than 128 features, key tiles are smaller, so more parts are added. The copy engine then adds them, which takes
-half the time but completes later; otherwise the threads of `reduce` do.
+With more than 128 features, key tiles are smaller, so more parts are added. The copy engine then adds them, which costs
+about a third of the time but completes later; otherwise the threads of `reduce` do.
 
 Tiles of the queries' gradients are summed in a fixed order, so results are repeatable: a program adds its part once all
 programs before it have added theirs. It waits only for programs with lower indices. GPUs start programs in the order of
@@ -147,7 +147,7 @@ class BackwardShape:
 class Matrices(NamedTuple):
     """Descriptors of the arrays that the copy engine moves: a tuple for each array, with one of each part.
 
-    That of the queries' gradients is empty if the copy engine does not add them.
+    `query_gradient` is empty if threads add the gradients.
     """
 
     query: Any
@@ -198,7 +198,9 @@ class Walk(NamedTuple):
 
 @gluon.jit
 def layouts(SHAPE: gl.constexpr):
-    """Return zeros in the layouts of scores, and of the gradients of keys or values and of queries in parts.
+    """Return zero tiles of scores, of gradients of keys or values, and of gradients of queries.
+
+    The last two are tuples of parts.
 
     The table shows which half of a tile each of the two warp groups has.
 
@@ -338,18 +340,17 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
         thread_barrier()
         mbarrier.arrive(memory.query_empty.index(stage), count=1)
         b_dq = finished(0, b_dq)
-        send_part(memory, b_dq, number, BUFFERS)
+        send_part(memory, b_dq, number, BUFFERS, SHAPE.adds_in_bulk)
         thread_barrier()
     else:
+        # Otherwise, the slopes of a warp group would be those of half of the queries.
+        gl.static_assert(not SPLITS_FEATURES)
         thread_barrier()
         # The gradient of queries is computed first: it is sent while that of keys is computed.
         b_dq = start_sums(slope.permute((1, 0)), memory.key, zero, b_none, False, False)
-        if SPLITS_FEATURES:
-            b_dk = start_sums(slope, memory.query, stage, b_dk, False, True)
-        else:
-            b_dk = start_sums(b_slope, memory.query, stage, b_dk, True, True)
+        b_dk = start_sums(b_slope, memory.query, stage, b_dk, True, True)
         b_dq = finished(len(b_dk), b_dq)
-        send_part(memory, b_dq, number, BUFFERS)
+        send_part(memory, b_dq, number, BUFFERS, SHAPE.adds_in_bulk)
         b_dk, b_dv = both_finished(0, b_dk, b_dv)
         thread_barrier()
         mbarrier.arrive(memory.query_empty.index(stage), count=1)
@@ -359,14 +360,15 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
 
 
 @gluon.jit
-def send_part(memory, b_dq, number, BUFFERS: gl.constexpr):
+def send_part(memory, b_dq, number, BUFFERS: gl.constexpr, ADDS_IN_BULK: gl.constexpr):
     """Write a tile of the queries' gradients to its buffer, once the buffer's previous tile has been added."""
     before = number - BUFFERS
     if before >= 0:
         mbarrier.wait(memory.part_empty.index(before % REDUCERS), before // REDUCERS % 2)
     for i in gl.static_range(len(b_dq)):
         memory.part[i].index(number % BUFFERS).store(b_dq[i])
-    fence_async_shared()
+    if ADDS_IN_BULK:
+        fence_async_shared()
 
 
 @gluon.jit
@@ -579,7 +581,7 @@ def one_pass_backward(matrices, arrays, p_codes, p_ranks, p_log_sum, p_delta, p_
     """Compute the gradients of one tile of keys and values, and add to those of the queries that see it.
 
     `arrays` are pointers to the arrays that the generated functions read. `p_turns` counts the programs that have added
-    to each query tile.
+    to each query tile. `p_query_gradient` is not read if the copy engine adds.
     """
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys

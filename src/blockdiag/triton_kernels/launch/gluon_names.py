@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin as _builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from blockdiag.triton_kernels.launch.private_triton import tma_addition
 
 
 def _named(owner: Any, *names: str) -> Any:
@@ -29,14 +29,5 @@ tma_store = _named(tma, "async_store", "async_copy_shared_to_global")
 # Triton 3.9. Triton 3.8 and later require that the view has exactly as many bytes as the memory.
 reinterpret = _named(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 
-
-@_builtin
-def _add_by_tma(descriptor: Any, place: Any, memory: Any, _semantic: Any = None) -> None:
-    places = _semantic._convert_to_ir_values(place, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, places, memory.handle)
-
-
-# Adds a tile in shared memory to a tile of an array in global memory: (descriptor, place, memory). Triton 3.6 and 3.7
-# have this in their compiler, but not in their language.
-tma_add = getattr(tma, "async_atomic_add", _add_by_tma)
+# Adds a tile in shared memory to a tile of an array in global memory: (descriptor, place, memory).
+tma_add = tma_addition()

@@ -33,7 +33,6 @@ _DRIVER_ELEMENT_TYPES = {number: number for number in range(8)} | {8: 10, 9: 8, 
 
 # Names that the Hopper kernels import from Gluon, by module. "|" separates the spellings of different versions.
 _GLUON_NAMES = {
-    "triton._C.libtriton": ("gluon_ir.GluonOpBuilder.create_async_tma_reduce", "ir.DESCRIPTOR_REDUCE_KIND.ADD"),
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.language": (
         "DotOperandLayout",
@@ -415,15 +414,42 @@ def _probe_gluon() -> str | None:
         except ImportError as error:
             return f"Triton {_version_text()} has no module {module} ({error})"
         for name in names:
-            if not any(_has(found, alternative) for alternative in name.split("|")):
+            if not any(hasattr(found, alternative) for alternative in name.split("|")):
                 return f"Triton {_version_text()} has no {name.replace('|', ' or ')} in {module}"
+    if tma_addition() is None:
+        return f"Triton {_version_text()} has no addition by the copy engine"
     return None
 
 
-def _has(owner: Any, name: str) -> bool:
-    """Return whether an object has an attribute, which may be an attribute of an attribute."""
-    first, _, rest = name.partition(".")
-    return hasattr(owner, first) and (not rest or _has(getattr(owner, first), rest))
+@functools.cache
+def tma_addition() -> Any:
+    """Return Gluon's addition by the copy engine, (descriptor, place, memory), or None.
+
+    It adds a tile in shared memory to a tile of an array in global memory. Triton 3.6 and 3.7 have it in their
+    compiler, but not in their language.
+    """
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    if hasattr(tma, "async_atomic_add"):
+        return tma.async_atomic_add
+    from triton._C.libtriton import gluon_ir, ir
+    from triton.experimental.gluon.language import _core, _semantic
+
+    if not (
+        hasattr(gluon_ir.GluonOpBuilder, "create_async_tma_reduce")
+        and hasattr(ir, "DESCRIPTOR_REDUCE_KIND")
+        and hasattr(_core, "builtin")
+        and hasattr(_semantic.GluonSemantic, "_convert_to_ir_values")
+    ):
+        return None
+
+    @_core.builtin
+    def add(descriptor: Any, place: Any, memory: Any, _semantic: Any = None) -> None:
+        places = _semantic._convert_to_ir_values(place, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, places, memory.handle)
+
+    return add
 
 
 # Host-made descriptors

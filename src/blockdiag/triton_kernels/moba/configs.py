@@ -18,7 +18,7 @@ MANY_HEADS_SPANS = 256
 _ALL_HEADS_SPANS = 1024
 _FEWEST_SPAN_ROWS = 256
 
-# Fewest blocks of the key axis, of one batch row or packed, with which mean keys are split into two halves.
+# Shortest key axis, of one batch row or packed, with which mean keys are split into two halves; in blocks.
 _FEWEST_HALVED_BLOCKS = 512
 
 

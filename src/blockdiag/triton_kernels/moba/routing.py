@@ -7,7 +7,8 @@ in the float32 accumulator. The order of every sum is fixed, except for the roun
 Where queries choose among many blocks, two float16 halves take the place of the three parts, and queries become
 float16. Powers of two scale each block's mean key and each query, so that its largest element is between 2^14 and 2^15.
 An element of a mean key is then off by at most 2^-23 of itself or 2^-39 of the largest one, an element of a query by
-2^-39 of the largest one. Scores come out 2^32 times smaller than those of the mean keys, so that none overflows.
+2^-39 of the largest one. Mean keys below 2^-66 lose more: their elements may be off by 2^-105. Scores are 2^-32 times
+those of a query whose largest element is between 1 and 2, so that none overflows.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -60,7 +61,7 @@ def moba_halves(p_centroids, p_halves, p_scales, num_blocks,
     """Round mean keys to sums of two float16 halves, [block, head, half, HEAD_DIM], times scales [head, block].
 
     Scales are powers of two, which the module describes. The halves of a block without keys, or whose mean key is not
-    finite, have NaN. Elements of mean keys below 2^-66 may be off by 2^-105.
+    finite, have NaN.
     """
     head = tl.program_id(1)
     o_block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -33,7 +33,7 @@ def run_in_all_threads(PTX: gl.constexpr):
 
 @gluon.jit
 def order_bulk_additions():
-    """Order the next additions by the copy engine after what this thread has seen of other programs."""
+    """Order the copy engine's next additions after all that this thread has seen, also of other programs' work."""
     run_in_all_threads("fence.proxy.async;")
 
 

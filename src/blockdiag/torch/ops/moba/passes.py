@@ -41,8 +41,8 @@ def choose(who: Who, arguments: ListArguments, centroids: torch.Tensor, sequence
         who: the implementations.
         arguments: the arguments of the call; keys are not read.
         centroids: mean keys of all blocks.
-        sequence_blocks: maximum number of blocks of a sequence, as in `MoBAProblem`. Arguments with batch rows back to
-            back do not tell it.
+        sequence_blocks: number of blocks of one batch row's key axis, as in `MoBAProblem`. The arguments do not tell
+            it, because their batch rows lie back to back.
     """
     return _call("choose", who.is_native and arguments.query.is_cuda, arguments, centroids, sequence_blocks)
 
