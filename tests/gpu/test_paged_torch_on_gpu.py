@@ -25,12 +25,13 @@ from tests.gpu.test_moba_torch_on_gpu import captured  # noqa: E402
 from tests.ops.append import test_append  # noqa: E402
 from tests.ops.append_support import assert_appended  # noqa: E402
 from tests.ops.moba_paged import test_moba_paged  # noqa: E402
-from tests.ops.paged_support import PagedCase, assert_accurate  # noqa: E402
+from tests.ops.paged_support import MIXED_CASES, PagedCase, assert_accurate  # noqa: E402
 from tests.torch import test_append as torch_append  # noqa: E402
 from tests.torch import test_moba_paged as torch_moba  # noqa: E402
 from tests.torch.paged_torch_support import (  # noqa: E402
     arguments_of,
     as_arrays,
+    assert_packed_accurate,
     operator_arguments,
     packed_arguments_of,
     to_tensors,
@@ -121,6 +122,15 @@ def test_packed_queries_equal_batched_queries_bitwise(via):
     results = attend(arguments, max_query_length=4, via=via)
     assert_same_bits([x[:-2] for x in results], [x[is_row] for x in attend(arguments_of(FULL, GPU))])
     assert not results[0][-2:].any() and results[1][-2:].isneginf().all()
+
+
+@pytest.mark.parametrize("via", [None, "jax"])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"split_size": 64}], ids=str)
+@pytest.mark.parametrize("name", MIXED_CASES)
+def test_packed_prompts_beside_decoding_sequences_are_accurate(name, options, via):
+    case = MIXED_CASES[name]
+    arguments, is_row = packed_arguments_of(case, GPU)
+    assert_packed_accurate(case, attend(arguments | {"num_splits": None} | options, via=via), is_row)
 
 
 def test_out_of_range_lengths_and_pages_are_clipped():

@@ -198,6 +198,23 @@ class PagedCase:
         return self.compute(implementation)(*self.operands())
 
 
+# Prompts beside decoding sequences and a sequence without queries. Tiles have 16 or 32 queries.
+MIXED = PagedCase(kv_lengths=(70, 33, 9, 0, 40, 20), query_lengths=(37, 1, 0, 3, 40, 2), query_tokens=40, query_heads=4)
+MIXED_CASES = {
+    "causal": MIXED,
+    "two key heads, pages of 3": dataclasses.replace(MIXED, key_heads=2, page_size=3),
+    "contiguous": dataclasses.replace(MIXED, page_size=None, value_dim=24),
+    "not causal": dataclasses.replace(MIXED, is_causal=False, window=(20, 3)),
+    "all keys": dataclasses.replace(MIXED, is_causal=False, sinks=True),
+    "window and sinks": dataclasses.replace(MIXED, window=(11, None), sinks=True, soft_cap=5.0),
+    "scales": dataclasses.replace(
+        MIXED, score_scale=True, key_scale="token", value_scale="head", dtype="bfloat16", cache_dtype="float8_e4m3fn"
+    ),
+    "more queries than keys": dataclasses.replace(MIXED, kv_lengths=(30, 1, 9, 0, 7, 1), score_scale=True),
+    "queries of eight bits": dataclasses.replace(MIXED, dtype="float8_e5m2", value_scale="token"),
+}
+
+
 # The function is compiled once for all cases, tests and values of one problem.
 @functools.cache
 def compiled_call(problem: PagedProblem, implementation: str) -> Callable[..., tuple[jax.Array, jax.Array]]:

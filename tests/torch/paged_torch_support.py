@@ -8,7 +8,7 @@ import torch
 
 from blockdiag.torch import paged_attention
 from blockdiag.torch.ops.paged.operators import PagedArguments
-from tests.ops.paged_support import PagedCase
+from tests.ops.paged_support import PagedCase, assert_accurate
 from tests.torch.torch_support import to_numpy, to_tensor
 
 CASES = {
@@ -54,10 +54,22 @@ def packed_arguments_of(case: PagedCase, device: str = "cpu") -> tuple[dict[str,
     arguments = arguments_of(case, device)
     lengths = arguments.pop("query_lengths")
     is_row = torch.arange(case.query_tokens, device=device)[None, :] < lengths[:, None]
-    bits = arguments["query"].view(torch.int16)[is_row].view(arguments["query"].dtype)
-    arguments["query"] = torch.cat([bits, torch.full_like(bits[:1], torch.nan).repeat(2, 1, 1)])
+    # Not every operation supports 8-bit floats, so rows are joined as integers. All bits set are NaN.
+    bits = arguments["query"].view(torch.int16)[is_row]
+    arguments["query"] = torch.cat([bits, torch.full_like(bits[:1], -1).repeat(2, 1, 1)]).view(arguments["query"].dtype)
     arguments["query_offsets"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     return arguments, is_row
+
+
+def assert_packed_accurate(case: PagedCase, results: Any, is_row: torch.Tensor) -> None:
+    """Assert that the results of `packed_arguments_of(case)` are accurate, and those of its two more rows empty."""
+    padded = []
+    for x, outside in zip(results, (0.0, -torch.inf), strict=True):
+        assert (x[-2:].float() == outside).all()
+        found = torch.full((*is_row.shape, *x.shape[1:]), outside, dtype=x.dtype, device=x.device)
+        found[is_row] = x[:-2]
+        padded.append(found)
+    assert_accurate(case, as_arrays(padded))
 
 
 def results_of(case: PagedCase, device: str = "cpu", **more: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,11 +15,12 @@ torch = pytest.importorskip("torch")
 import blockdiag  # noqa: E402
 from blockdiag.torch import merge_attention_states, paged_attention  # noqa: E402
 from tests.ops.paged.test_paged import GOOD, MISTAKES, PACKED  # noqa: E402
-from tests.ops.paged_support import PagedCase, assert_accurate, simple_arguments  # noqa: E402
+from tests.ops.paged_support import MIXED_CASES, PagedCase, assert_accurate, simple_arguments  # noqa: E402
 from tests.torch.paged_torch_support import (  # noqa: E402
     CASES,
     arguments_of,
     as_arrays,
+    assert_packed_accurate,
     messages_of_mistakes,
     operator_arguments,
     packed_arguments_of,
@@ -111,6 +112,15 @@ def test_native_packed_queries_equal_padded_queries_bitwise(interpreted_paged_ke
         output, log_sum = interpreted_paged_kernels.attend(call)
         assert_same_bits((output[:-2], log_sum[:-2]), [x[is_row] for x in expected])
         assert not output[-2:].any() and log_sum[-2:].isneginf().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 2}, {"split_size": 64}], ids=str)
+@pytest.mark.parametrize("name", MIXED_CASES)
+def test_native_packed_prompts_beside_decoding_sequences_are_accurate(interpreted_paged_kernels, name, options):
+    case = MIXED_CASES[name]
+    arguments, is_row = packed_arguments_of(case)
+    results = interpreted_paged_kernels.attend(operator_arguments(arguments | {"num_splits": None} | options))
+    assert_packed_accurate(case, results, is_row)
 
 
 def test_native_out_of_range_offsets_are_clipped_or_give_nan(interpreted_paged_kernels, monkeypatch):

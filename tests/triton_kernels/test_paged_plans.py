@@ -48,6 +48,9 @@ PROBLEMS = {
     "sixteen queries, window, soft cap, sinks": dataclasses.replace(
         BASE, query_tokens=16, window=(1024, None), soft_cap=30.0, has_sinks=True, page_size=3
     ),
+    "tiles of packed queries": dataclasses.replace(
+        BASE, packed_rows=4096, query_tokens=4096, has_query_lengths=True, num_splits=2
+    ).tiled,
     "h256, contiguous, not causal": dataclasses.replace(
         BASE, head_dim=256, value_dim=256, has_page_table=False, is_causal=False, window=(None, 64), num_splits=1
     ),

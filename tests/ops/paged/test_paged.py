@@ -13,7 +13,7 @@ from blockdiag.common.dispatch import capabilities, resolve
 from blockdiag.ops.paged.checks import describe_paged_call
 from blockdiag.ops.paged.splits import choose_splits
 from tests.ops.block_diagonal.test_transformations import assert_close, random_arrays
-from tests.ops.paged_support import PagedCase, assert_accurate, simple_arguments
+from tests.ops.paged_support import MIXED, MIXED_CASES, PagedCase, assert_accurate, simple_arguments
 from tests.support import compiled_quickly
 
 attend = functools.partial(paged_attention, return_residual=True)
@@ -176,6 +176,91 @@ def test_packed_queries_equal_padded_queries_bitwise(max_query_length):
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(a[:-2], np.asarray(e)[is_row])
     assert not np.asarray(actual[0][-2:]).any() and (np.asarray(actual[1][-2:]) == -np.inf).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 2}, {"split_size": 64}], ids=str)
+@pytest.mark.parametrize("name", MIXED_CASES)
+def test_packed_prompts_beside_decoding_sequences_are_accurate(name, options, implementation):
+    case = MIXED_CASES[name]
+    packed, is_row = padded_to_packed(case)
+    arrays = {key: x for key, x in packed.items() if isinstance(x, jax.Array)}
+    options = options | {key: x for key, x in packed.items() if key not in arrays}
+    results = compiled_quickly(functools.partial(attend, implementation=implementation, **options))(**arrays)
+    padded = []
+    for x, outside in zip(results, (0, -np.inf), strict=True):
+        assert (np.asarray(x[-2:], np.float32) == outside).all()
+        found = np.full((*is_row.shape, *x.shape[1:]), outside, x.dtype)
+        found[is_row] = np.asarray(x)[:-2]
+        padded.append(found)
+    assert_accurate(case, padded)
+
+
+def test_number_of_tiles_grows_with_queries_and_sequences():
+    """A prompt of 1,024 queries beside 31 single ones: 97 tiles of 16 queries, not 32 of 1,024."""
+    case = PagedCase(kv_lengths=(8192,) * 31 + (1024,), query_heads=32, key_heads=8)
+    problem = dataclasses.replace(case.problem, query_tokens=1055, packed_rows=1055, has_query_lengths=True)
+    assert (problem.tiled.batch, problem.tiled.query_tokens) == (97, 16)
+    assert dataclasses.replace(problem, query_tokens=2).tiled.batch == 32
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_bits_of_packed_sequences_do_not_depend_on_others_with_a_split_size(implementation):
+    call = functools.partial(attend, implementation=implementation, split_size=64)
+    packed, _ = padded_to_packed(dataclasses.replace(MIXED, dtype="bfloat16"))
+    together = call(**packed)
+    for b, (first, end) in enumerate(zip(packed["query_offsets"][:-1], packed["query_offsets"][1:], strict=True)):
+        if first == end:
+            continue
+        own = packed | {
+            "query": packed["query"][first:end],
+            "query_offsets": jnp.asarray([0, end - first], jnp.int32),
+            "page_table": packed["page_table"][b : b + 1],
+            "kv_lengths": packed["kv_lengths"][b : b + 1],
+        }
+        for one, whole in zip(call(**own), together, strict=True):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(whole[first:end], np.float32))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_prompts_in_chunks_of_whole_tiles_equal_the_whole_bitwise_with_a_split_size(chunk, implementation):
+    call = functools.partial(attend, implementation=implementation, split_size=64)
+    case = dataclasses.replace(MIXED, kv_lengths=(70,), query_lengths=(70,), query_tokens=70, dtype="bfloat16")
+    packed, _ = padded_to_packed(case)
+    whole = [np.asarray(x[:70], np.float32) for x in call(**packed)]
+    for first in range(0, 70, chunk):
+        end = min(70, first + chunk)
+        part = packed | {
+            "query": packed["query"][first:end],
+            "query_offsets": jnp.asarray([0, end - first], jnp.int32),
+            "kv_lengths": jnp.asarray([end], jnp.int32),
+        }
+        for one, expected in zip(call(**part), whole, strict=True):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), expected[first:end])
+
+
+def test_packed_prompts_under_vmap_equal_single_calls():
+    packed, _ = padded_to_packed(MIXED)
+    queries = jnp.stack([packed["query"], 2 * packed["query"]])
+    offsets = jnp.stack([packed["query_offsets"], jnp.asarray([0, 1, 1, 40, 41, 80, 83], jnp.int32)])
+    given = {key: x for key, x in packed.items() if key not in ("query", "query_offsets")}
+    mapped = jax.vmap(lambda query, offsets: attend(query, query_offsets=offsets, **given))(queries, offsets)
+    for i in range(2):
+        one = attend(queries[i], query_offsets=offsets[i], **given)
+        for x, y in zip(mapped, one, strict=True):
+            np.testing.assert_allclose(x[i], y, rtol=2e-6, atol=2e-6)
+
+
+def test_garbage_offsets_of_packed_prompts_are_clipped():
+    packed, _ = padded_to_packed(MIXED)
+    call = compiled_quickly(functools.partial(attend, is_causal=True))
+    arrays = {key: x for key, x in packed.items() if isinstance(x, jax.Array) and key != "query_offsets"}
+    wild, tame = ([-3, 50, 20, 60, 99, 10**9, -5], [0, 50, 50, 60, 85, 85, 85])
+    for one, other in zip(
+        *(call(**arrays, query_offsets=jnp.asarray(x, jnp.int32)) for x in (wild, tame)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_packed_queries_beyond_max_query_length_are_nan_with_traced_offsets():
@@ -366,7 +451,7 @@ MISTAKES = {
         "`query_offsets` must end within the 80 .* got 81",
     ),
     "packed, too long": (
-        PACKED | dict(query_offsets=integers(0, 3, 70)),
+        PACKED | dict(query_offsets=integers(0, 3, 70), max_query_length=64),
         "`query_offsets` describes a sequence of 67 queries, more than max_query_length=64; pass max_query_length=67",
     ),
     "longest without offsets": (dict(max_query_length=3), "`max_query_length` is for packed queries, .* got 3"),

@@ -17,13 +17,13 @@ from blockdiag.common.dispatch import call_implementation, normalise_implementat
 from blockdiag.common.division import divisible
 from blockdiag.common.dtypes import accumulation_dtype
 from blockdiag.common.meshes import explicit_mesh
-from blockdiag.common.packing import count_not_above
 from blockdiag.common.rule import Rule
 from blockdiag.common.shards import Local, Part
 from blockdiag.ops.paged import sharding
 from blockdiag.ops.paged.batching import fold_paged
 from blockdiag.ops.paged.checks import describe_paged_call, with_chosen_splits
 from blockdiag.ops.paged.options import PagedOptions, Window
+from blockdiag.ops.paged.packed import Sequences, from_tiles, to_tiles
 from blockdiag.ops.paged.problem import PAGED, PagedProblem
 from blockdiag.ops.paged.scales import canonical_scales
 
@@ -98,7 +98,8 @@ def paged_attention(
     batch rows cost one all-reduce.
 
     Args:
-        query: [B, T, N, H], a few queries (T) per sequence; or packed [rows, N, H] with `query_offsets`. float16,
+        query: [B, T, N, H], T queries of each sequence; or packed [rows, N, H] with `query_offsets`, any number of
+            queries of each, such as prompts beside decoding sequences. float16,
             bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], N a multiple of K. Page size
             and V may be any number. Each has the dtype of `query` or an 8-bit dtype, float8_e4m3fn or float8_e5m2. With
@@ -113,9 +114,9 @@ def paged_attention(
             clipped to [0, T].
         query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Offsets
             start with 0 and do not decrease. Rows beyond the last offset give 0 and -inf.
-        max_query_length: upper bound on the queries of a packed sequence, known when tracing. When None it is the
-            number of rows, at most 64. Work grows with it. A longer sequence raises a ValueError where offsets are
-            known, and gives NaN where they are traced.
+        max_query_length: upper bound on the queries of a packed sequence, known when tracing; the number of rows when
+            None. Calls in which no sequence has more than a few queries are faster with a bound. A longer sequence
+            raises a ValueError where offsets are known; where they are traced, its results are right or NaN.
         scale: positive factor on the scores; 1 / sqrt(H) when None. Known when tracing.
         is_causal: whether the keys after a query's own position are masked.
         local_window_size: maximum number of keys that a query sees before and after its own position, as in
@@ -185,7 +186,7 @@ def paged_attention(
     )
     problem = describe_paged_call(**arrays, **options)
     names = normalise_implementation(implementation, PAGED)
-    resolve(problem, names)
+    resolve(problem.tiled, names)
     call = Call(problem, names, chooses_splits=num_splits is None and split_size is None)
     arrays = {name: None if x is None else jnp.asarray(x, _dtype(name, x)) for name, x in arrays.items()}
     output, log_sum = _attention(call, arrays)
@@ -303,7 +304,7 @@ def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
     """Compute the array part of the public function, as one compiled program even outside `jax.jit`."""
     arrays = jax.tree.map(lambda x: not_differentiable(x, "paged_attention"), arrays)
     problem, query = call.problem, arrays["query"]
-    if problem.batch == 0 or problem.query_tokens == 0:
+    if 0 in (problem.batch, problem.query_tokens, query.shape[0]):
         rows, wide = query.shape[:-1], accumulation_dtype(query.dtype)
         return jnp.zeros((*rows, problem.value_dim), problem.output_dtype), jnp.full(rows, -jnp.inf, wide)
     operands = {name: arrays.get(name) for name in sharding.OPERANDS}
@@ -328,70 +329,30 @@ def _on_device(call: Call, part: Part) -> Any:
 
     def attend(*operands: Any) -> tuple[Array, Array]:
         arrays = dict(zip(sharding.OPERANDS, operands, strict=True))
+        score_scale, key_scales, value_scales = canonical_scales(
+            problem, *(arrays[name] for name in ("key_scale", "value_scale", "query_scale"))
+        )
         query, query_lengths, offsets = arrays["query"], arrays["query_lengths"], arrays["query_offsets"]
-        rows = query.shape[0]
+        sequences = Sequences(query, arrays["page_table"], arrays["kv_lengths"], query_lengths, score_scale, None)
+        if problem.value_scale == "head":
+            sequences, value_scales = sequences._replace(value_scale=value_scales), None
         if offsets is not None:
-            offsets = _clipped(offsets, rows)
-            query, query_lengths = _unpack(problem, query, _own(offsets, part))
-        scales = canonical_scales(problem, *(arrays[name] for name in ("key_scale", "value_scale", "query_scale")))
-        output, log_sum = _mappable(call)(
-            query,
+            sequences = to_tiles(problem, sequences, offsets, part)
+        results = _mappable(dataclasses.replace(call, problem=problem.tiled))(
+            sequences.query,
             arrays["key_pages"],
             arrays["value_pages"],
-            arrays["page_table"],
-            arrays["kv_lengths"],
-            query_lengths,
+            sequences.page_table,
+            sequences.kv_lengths,
+            sequences.query_lengths,
             arrays["sinks"],
-            *scales,
+            sequences.score_scale,
+            key_scales,
+            sequences.value_scale if value_scales is None else value_scales,
         )
-        return (output, log_sum) if offsets is None else _pack(problem, output, log_sum, rows, offsets, part)
+        return results if offsets is None else from_tiles(problem, results, offsets, part)
 
     return attend
-
-
-def _clipped(offsets: Array, rows: int) -> Array:
-    """Clip offsets to the rows, and raise each to at least its predecessor."""
-    return jax.lax.cummax(jnp.clip(offsets, 0, rows))
-
-
-def _own(offsets: Array, part: Part) -> Array:
-    """Return the offsets of the sequences on this device."""
-    first = part.starts.get("rows")
-    return offsets if first is None else jax.lax.dynamic_slice_in_dim(offsets, first, part.sizes["rows"] + 1)
-
-
-def _unpack(problem: PagedProblem, packed: Array, offsets: Array) -> tuple[Array, Array]:
-    """Return packed queries [rows, N, H] as [B, T, N, H], and the number of queries of each sequence."""
-    row = offsets[:-1, None] + jnp.arange(problem.query_tokens, dtype=jnp.int32)[None, :]
-    return packed.at[row].get(mode="clip"), jnp.diff(offsets)
-
-
-def _pack(
-    problem: PagedProblem, output: Array, log_sum: Array, rows: int, offsets: Array, part: Part
-) -> tuple[Array, Array]:
-    """Pack the results [B, T, ...] of this device's sequences into [rows, ...], with 0 for those of other devices.
-
-    The results of all devices are then summed. Sequences longer than the problem's queries get NaN. For rows without a
-    sequence, only the first device contributes the log-sum-exp -inf.
-    """
-    own = _own(offsets, part)
-    row = jnp.arange(rows, dtype=jnp.int32)
-    sequence = count_not_above(own, row) - 1
-    is_outside = (sequence < 0) | (sequence >= problem.batch)
-    sequence = jnp.clip(sequence, 0, max(problem.batch - 1, 0))
-    is_too_long = jnp.diff(own)[sequence] > problem.query_tokens
-    place = jnp.minimum(row - own[sequence], problem.query_tokens - 1)
-    blind = jnp.where((row < offsets[0]) | (row >= offsets[-1]), -jnp.inf, 0.0)
-    blind = jnp.where(part.starts.get("rows", 0) == 0, blind, 0.0)
-
-    def packed(x: Array, outside: Array) -> Array:
-        is_bad, is_beyond, outside = (
-            array.reshape(-1, *[1] * (x.ndim - 2)) for array in (is_too_long, is_outside, outside)
-        )
-        values = jnp.where(is_bad, jnp.nan, x[sequence, place])
-        return jnp.where(is_beyond, outside.astype(x.dtype), values).astype(x.dtype)
-
-    return packed(output, jnp.zeros_like(blind)), packed(log_sum, blind)
 
 
 @functools.lru_cache(maxsize=1024)

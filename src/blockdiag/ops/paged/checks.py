@@ -13,11 +13,10 @@ import numpy as np
 from blockdiag.common import validation
 from blockdiag.common.arrays import dtype_name, is_traced, known_values
 from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, FLOATS
-from blockdiag.common.sizes import is_symbolic, smaller_bound
-from blockdiag.ops.paged.problem import CacheScale, PagedProblem
+from blockdiag.common.sizes import is_symbolic
+from blockdiag.ops.paged.problem import NO_BOUND, CacheScale, PagedProblem
 from blockdiag.ops.paged.splits import choose_splits
 
-MAX_PACKED_QUERY_LENGTH = 64
 SPLIT_TILE = 64
 MAX_NUM_SPLITS = 256
 
@@ -91,15 +90,17 @@ def describe_paged_call(
         value_scale=value_kind,
         num_splits=_check_num_splits(num_splits, split_size, max_keys),
         split_size=split_size,
+        packed_rows=None if query_offsets is None else query.shape[0],
     )
     return problem if num_splits is not None or split_size is not None else with_chosen_splits(problem)
 
 
 def with_chosen_splits(problem: PagedProblem) -> PagedProblem:
     """Return the call with the number of splits chosen from its shapes; a symbolic size counts as 1."""
+    tiled = problem.tiled
     sizes = dict(
-        batch=problem.batch,
-        query_tokens=problem.query_tokens,
+        batch=tiled.batch,
+        query_tokens=tiled.query_tokens,
         group_size=problem.group_size,
         key_heads=problem.key_heads,
         max_keys=problem.max_keys,
@@ -190,7 +191,7 @@ def _check_packed(query: Any, query_lengths: Any, query_offsets: Any, max_query_
             "`query_lengths` and `query_offsets` exclude each other, got both; the offsets say how long sequences are"
         )
     longest = validation.check_sequence_offsets(query.shape[0], query_offsets, "query_offsets")
-    tokens = smaller_bound(query.shape[0], MAX_PACKED_QUERY_LENGTH)
+    tokens = NO_BOUND
     if max_query_length is not None:
         tokens = None if isinstance(max_query_length, bool) or is_traced(max_query_length) else max_query_length
         tokens = validation.as_index(tokens)

@@ -3,14 +3,21 @@
 It imports neither jax nor torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from blockdiag.common.operation import Operation
+from blockdiag.common.sizes import smaller_bound
 
 # Form of a cache's scale: none, one per sequence and head [batch, K], or one per token in pages [P, page_size, K].
 type CacheScale = Literal["none", "head", "token"]
 
+
+NO_BOUND = 2**31 - 1
+"""`query_tokens` of packed queries whose sequences may have any length."""
+
+# Rows of a tile of packed queries, over all heads that share a key head.
+_TILE_ROWS = 64
 
 PAGED = Operation("paged_attention", "blockdiag.ops.paged", ("reference", "xla", "triton"))
 
@@ -23,8 +30,13 @@ class PagedProblem:
     Sequence b has `kv_lengths[b]` keys, and its last query has the position of its last key. Query i of
     `query_lengths[b]` has position `kv_lengths[b] - query_lengths[b] + i`, up to which a causal call sees keys.
 
+    Implementations compute `tiled`, which has no packed queries.
+
     Attributes:
         batch, query_tokens: number of sequences, and maximum number of queries of each.
+        has_more_queries: whether query lengths may exceed `query_tokens`; the call then has the first queries of a
+            sequence. Otherwise greater lengths are clipped.
+        packed_rows: rows of packed queries [packed_rows, N, H], whose sequences offsets give; None for a batch.
         query_heads, key_heads: N and K; N is a multiple of K.
         head_dim, value_dim: H and V.
         query_dtype, key_dtype, value_dtype, output_dtype: dtype names. The output has the query's dtype, or bfloat16
@@ -73,11 +85,38 @@ class PagedProblem:
     value_scale: CacheScale = "none"
     num_splits: int = 1
     split_size: int | None = None
+    has_more_queries: bool = False
+    packed_rows: int | None = None
+
+    @property
+    def tiled(self) -> "PagedProblem":
+        """The call in which each tile of packed queries is a sequence of its own; the call itself without packing.
+
+        Sequence b begins tile `offsets[b] // tokens + b`. So the tiles of all sequences are at most
+        `packed_rows // tokens + batch`, and their number follows from shapes. Where no sequence has more queries than a
+        tile, each sequence is one tile.
+        """
+        if self.packed_rows is None:
+            return self
+        tokens = max(1, _TILE_ROWS // self.group_size)
+        if self.query_tokens <= tokens:
+            return replace(self, packed_rows=None)
+        if self.split_size is None:
+            # With a fixed split size, the tile must not depend on other sequences.
+            tokens = max(1, smaller_bound(self.packed_rows, tokens))
+        return replace(
+            self,
+            packed_rows=None,
+            batch=self.packed_rows // tokens + self.batch,
+            query_tokens=tokens,
+            has_page_table=True,
+            has_more_queries=True,
+        )
 
     @property
     def is_empty(self) -> bool:
         """True if there are no queries or keys to compute anything from."""
-        return 0 in (self.batch, self.query_tokens, self.num_pages, self.max_keys)
+        return 0 in (self.batch, self.query_tokens, self.packed_rows, self.num_pages, self.max_keys)
 
     @property
     def group_size(self) -> int:

@@ -94,7 +94,7 @@ def _attend(
     pages = jnp.clip(pages, 0, key_pages.shape[0] - 1)
     num_keys = pages.shape[0] * key_pages.shape[1]
     kv_length = jnp.clip(kv_length, 0, num_keys)
-    query_length = jnp.clip(query_length, 0, problem.query_tokens)
+    query_length = jnp.clip(query_length, 0, None if problem.has_more_queries else problem.query_tokens)
 
     def gather(pool: Array) -> Array:
         """Return the pages' rows for each key, [keys, K, ...]; 0 beyond the keys, because 0 * NaN would be NaN."""

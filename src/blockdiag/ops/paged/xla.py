@@ -85,7 +85,7 @@ def forward(
         query,
         jnp.clip(page_table, 0, max(problem.num_pages, 1) - 1),
         jnp.clip(kv_lengths, 0, problem.max_keys if problem.num_pages else 0),
-        jnp.clip(query_lengths, 0, problem.query_tokens),
+        jnp.clip(query_lengths, 0, None if problem.has_more_queries else problem.query_tokens),
         score_scale,
         None if is_by_token else value_scales,
     )

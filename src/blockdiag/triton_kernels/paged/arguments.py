@@ -61,6 +61,7 @@ class PagedShape:
         query_tokens: queries of a sequence, including those beyond its length.
         group_size: query heads that share a key head.
         page_size: tokens of a page.
+        has_more_queries: whether query lengths may exceed `query_tokens`; see `PagedProblem`.
     """
 
     query_tokens: int
@@ -72,6 +73,7 @@ class PagedShape:
     page_size: int
     has_page_table: bool
     has_query_lengths: bool
+    has_more_queries: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

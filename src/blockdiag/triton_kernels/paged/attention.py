@@ -168,17 +168,21 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
     key_head = tl.program_id(1)
     batch = tl.program_id(2)
     keys, queries = sequence_lengths(arrays, batch, scalars.max_keys, SHAPE)
+    # The position of the first query.
+    first_query = keys - queries
+    if SHAPE.has_more_queries:
+        first_query = keys - tl.load(arrays.query_lengths + batch)
     first_row = tl.program_id(0) % TILE.row_tiles * ROWS
     o_row = first_row + tl.arange(0, ROWS)
     m_row = o_row < queries * GROUP
-    b_position = keys - queries + o_row // GROUP
+    b_position = first_query + o_row // GROUP
     # The first key that any query of the sequence sees. Only visible keys are divided among the splits.
     start = 0
     if LEFT is not None:
-        start = tl.maximum(keys - queries - LEFT, 0) // GRAIN * GRAIN
+        start = tl.maximum(first_query - LEFT, 0) // GRAIN * GRAIN
     first, end = split_bounds(split, scalars.num_splits, scalars.split_size, keys, start)
-    first_position = keys - queries + first_row // GROUP
-    last_position = keys - queries + tl.minimum((first_row + ROWS - 1) // GROUP, queries - 1)
+    first_position = first_query + first_row // GROUP
+    last_position = first_query + tl.minimum((first_row + ROWS - 1) // GROUP, queries - 1)
     if LEFT is not None:
         first = tl.maximum(first, tl.maximum(first_position - LEFT, 0) // GRAIN * GRAIN)
     if OPTIONS.is_causal:

@@ -197,6 +197,7 @@ class PagedLaunch:
             page_size=problem.page_size,
             has_page_table=problem.has_page_table,
             has_query_lengths=problem.has_query_lengths,
+            has_more_queries=problem.has_more_queries,
         )
         tile = SplitTile(
             rows=config.rows,

@@ -97,7 +97,8 @@ def paged_attention(
     with the cache sharded like `query`. A cache is never moved: a ValueError says how it has to be placed.
 
     Args:
-        query: [B, T, N, H], T queries of each sequence, T small; or packed [rows, N, H] with `query_offsets`. float16,
+        query: [B, T, N, H], T queries of each sequence; or packed [rows, N, H] with `query_offsets`, any number of
+            queries of each, such as prompts beside decoding sequences. float16,
             bfloat16, float32, float64, float8_e4m3fn or float8_e5m2, on a CPU or a CUDA device. A query that is not
             contiguous or not aligned to 16 bytes is copied.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], contiguous (a cache is never
@@ -110,8 +111,9 @@ def paged_attention(
             Rows beyond give 0 and -inf.
         query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Rows beyond
             the last offset give 0 and -inf.
-        max_query_length: maximum length of a packed sequence of queries; the number of rows, at most 64, when None.
-            A longer sequence is a ValueError on the CPU, and gives NaN on a GPU.
+        max_query_length: maximum length of a packed sequence of queries; no bound when None. Calls in which no sequence
+            has more than a few queries are faster with a bound. A longer sequence is a ValueError on the CPU; on a GPU
+            its results are right or NaN.
         scale: positive factor on the scores; 1 / sqrt(H) when None.
         is_causal: whether a query sees no keys after its own position.
         local_window_size: maximum number of keys that a query sees before and after its own position: one integer, or

@@ -27,11 +27,11 @@ class _Prepared:
         self._is_empty = has_no_keys(problem)
         if self._is_empty:
             return
-        reason = supports(problem)
+        reason = supports(problem.tiled)
         if reason is not None:
             raise Unsupported(reason)
         kinds: tuple[Any, ...] = ("splits",) if problem.num_splits == 1 else ("splits", "merge")
-        self._launches = Launches([PagedLaunch(problem, kind) for kind in kinds], arguments.query.device.index)
+        self._launches = Launches([PagedLaunch(problem.tiled, kind) for kind in kinds], arguments.query.device.index)
 
     def attend(self, arguments: PagedArguments) -> Results:
         """Return the output and the log-sum-exp."""
@@ -41,18 +41,30 @@ class _Prepared:
             return no_results(problem, query.shape[:-1], query.device)
         if offsets is not None:
             offsets = clip_offsets(offsets, rows)
-            query, query_lengths = _unpack(problem, query, offsets), offsets.diff()
         sinks = None if arguments.sinks is None else arguments.sinks.float()
         if self._is_empty:
-            results = no_keys(problem, query, query_lengths, sinks)
-        else:
-            arrays = cache_arrays(problem, arguments)
-            arrays["query"] = dense(query)
-            arrays["query_lengths"] = None if query_lengths is None else dense(query_lengths)
-            arrays["sinks"] = None if sinks is None else dense(sinks)
-            self._launches(arrays)
-            results = arrays["output"], arrays["log_sum"]
-        return results if offsets is None else _pack(problem, results, rows, offsets)
+            return self._without_keys(arguments, offsets, sinks)
+        arrays = cache_arrays(problem, arguments)
+        arrays["query"], arrays["query_lengths"] = query, query_lengths
+        if offsets is not None:
+            arrays |= _to_tiles(problem, arrays, offsets)
+        for name in ("query", "query_lengths"):
+            arrays[name] = None if arrays[name] is None else dense(arrays[name])
+        arrays["sinks"] = None if sinks is None else dense(sinks)
+        self._launches(arrays)
+        results = arrays["output"], arrays["log_sum"]
+        return results if offsets is None else _from_tiles(problem, results, offsets)
+
+    def _without_keys(
+        self, arguments: PagedArguments, offsets: torch.Tensor | None, sinks: torch.Tensor | None
+    ) -> Results:
+        """Return the results of queries that see nothing."""
+        problem, query = self._problem, arguments.query
+        if offsets is None:
+            return no_keys(problem, query, arguments.query_lengths, sinks)
+        output, log_sum = no_keys(problem, query, None, sinks)
+        _, is_inside = rows_to_sequences(offsets, query.shape[0])
+        return output, torch.where(is_inside[:, None], log_sum, -torch.inf)
 
 
 _prepared: Remembered[PagedArguments, _Prepared] = Remembered(_Prepared)
@@ -146,7 +158,7 @@ def _constant(number: float, shape: tuple[int, int], device: torch.device, strea
 
 def has_no_keys(problem: PagedProblem) -> bool:
     """Return whether the call has no queries, or no keys that one could see."""
-    return 0 in (problem.batch, problem.query_tokens, problem.num_pages, problem.max_keys)
+    return problem.is_empty
 
 
 def no_results(problem: PagedProblem, rows: Sequence[int], device: torch.device) -> Results:
@@ -173,30 +185,71 @@ def no_keys(
     return output, log_sum
 
 
-# Packed queries
+# Packed queries, see `blockdiag.ops.paged.packed`
 
 
-def _unpack(problem: PagedProblem, packed: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Gather packed queries [rows, N, H] into [B, T, N, H]."""
-    row = torch.arange(problem.query_tokens, dtype=torch.int32, device=packed.device)
-    row = (offsets[:-1, None] + row).clamp(max=packed.shape[0] - 1).view(-1)
+def _to_tiles(problem: PagedProblem, arrays: dict[str, Any], offsets: torch.Tensor) -> dict[str, Any]:
+    """Return the arrays of `problem.tiled` that differ from those of the call with packed queries."""
+    tiled, device = problem.tiled, offsets.device
+    starts, lengths = offsets[:-1], offsets.diff()
+    tokens = torch.arange(tiled.query_tokens, dtype=torch.int32, device=device)
+    if tiled.batch == problem.batch:
+        return {"query": _rows_of(arrays["query"], starts[:, None] + tokens), "query_lengths": lengths}
+    tile = torch.arange(tiled.batch, dtype=torch.int32, device=device)
+    first_tiles = _first_tiles(tiled, starts)
+    sequence = (torch.searchsorted(first_tiles, tile, right=True) - 1).clamp(min=0)
+    first = (tile - first_tiles[sequence]) * tiled.query_tokens
+    remaining = (lengths[sequence] - first).clamp(min=0)
+    count = remaining.clamp(max=tiled.query_tokens)
+    keys = arrays["kv_lengths"].clamp(0, problem.max_keys)[sequence]
+    if problem.is_causal:
+        keys, remaining = keys - remaining + count, count
+    table = arrays["page_table"]
+    found = {
+        "query": _rows_of(arrays["query"], (starts[sequence] + first)[:, None] + tokens),
+        "query_lengths": remaining,
+        "kv_lengths": torch.where(count > 0, keys, 0).int(),
+        # Without a table, sequence b is page b.
+        "page_table": sequence[:, None].int() if table is None else table[sequence],
+    }
+    if problem.has_score_scale:
+        found["score_scale"] = arrays["score_scale"][sequence]
+    if problem.value_scale == "head":
+        found["value_scale"] = arrays["value_scale"][sequence]
+    return found
+
+
+def _first_tiles(tiled: PagedProblem, starts: torch.Tensor) -> torch.Tensor:
+    """Return the first tile of each sequence."""
+    return starts // tiled.query_tokens + torch.arange(starts.shape[0], dtype=torch.int32, device=starts.device)
+
+
+def _rows_of(packed: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Gather rows [tiles, T] of packed queries [rows, N, H]."""
     # Not every operation supports 8-bit floats, so rows are gathered as bytes.
     bits = packed.view(torch.uint8) if packed.dtype.itemsize == 1 else packed
-    bits = bits.index_select(0, row).view(problem.batch, problem.query_tokens, *packed.shape[1:])
+    bits = bits.index_select(0, row.clamp(max=packed.shape[0] - 1).view(-1)).view(*row.shape, *packed.shape[1:])
     return bits.view(packed.dtype)
 
 
-def _pack(problem: PagedProblem, results: Results, rows: int, offsets: torch.Tensor) -> Results:
-    """Convert results [B, T, ...] to [rows, ...], with NaN for sequences longer than T."""
+def _from_tiles(problem: PagedProblem, results: Results, offsets: torch.Tensor) -> Results:
+    """Return results [rows, ...] from those of tiles; NaN for sequences that are longer than their only tile."""
+    tiled, rows = problem.tiled, problem.packed_rows
+    assert rows is not None, "queries are packed"
     sequence, is_inside = rows_to_sequences(offsets, rows)
-    place = torch.arange(rows, dtype=torch.int32, device=offsets.device) - offsets[sequence]
-    index = sequence * problem.query_tokens + place.clamp(0, problem.query_tokens - 1)
-    is_too_long = offsets.diff()[sequence] > problem.query_tokens
+    within = torch.arange(rows, dtype=torch.int32, device=offsets.device) - offsets[sequence]
+    if tiled.batch == problem.batch:
+        index = sequence * tiled.query_tokens + within.clamp(0, tiled.query_tokens - 1)
+        is_bad = offsets.diff()[sequence] > problem.query_tokens
+    else:
+        tile = _first_tiles(tiled, offsets[:-1])[sequence] + within // tiled.query_tokens
+        index = tile * tiled.query_tokens + within % tiled.query_tokens
+        index, is_bad = index.clamp(0, tiled.batch * tiled.query_tokens - 1), torch.zeros_like(is_inside)
 
     def packed(x: torch.Tensor, outside: float) -> torch.Tensor:
-        is_bad, is_given = (mask.view(-1, *[1] * (x.ndim - 2)) for mask in (is_too_long, is_inside))
-        values = x.flatten(0, 1).index_select(0, index).masked_fill(is_bad, torch.nan)
-        return values.masked_fill(~is_given, outside)
+        bad, given = (mask.view(-1, *[1] * (x.ndim - 2)) for mask in (is_bad, is_inside))
+        values = x.flatten(0, 1).index_select(0, index).masked_fill(bad, torch.nan)
+        return values.masked_fill(~given, outside)
 
     output, log_sum = results
     return packed(output, 0.0), packed(log_sum, -torch.inf)

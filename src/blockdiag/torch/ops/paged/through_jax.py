@@ -14,7 +14,7 @@ def attend(arguments: PagedArguments) -> tuple[torch.Tensor, torch.Tensor]:
     with same_device(), precision(arguments.query):
         # Checks see tensors, so they never wait for values on a GPU and messages name what the caller passed.
         problem = describe(arguments)
-        names = check_call(problem, arguments.implementation, arguments.query.device)
+        names = check_call(problem.tiled, arguments.implementation, arguments.query.device)
         chooses_splits = arguments.num_splits is None and arguments.split_size is None
         tensors = dict(zip(PagedArguments._fields, arguments.tensors, strict=False))
         if arguments.sinks is not None:
