@@ -56,7 +56,7 @@ class OnePass(OfProduct):
 
     @property
     def adds_in_bulk(self) -> bool:
-        """Whether the copy engine adds the parts of the queries' gradients, as the template says."""
+        """Whether the copy engine adds the queries' gradients; the template's docstring gives the reason."""
         return self.width > 128
 
 

@@ -140,7 +140,7 @@ class BackwardShape:
 
     @property
     def splits_features(self) -> bool:
-        """Whether the two warp groups divide features, because one with all of them would have too few registers."""
+        """Whether each of the two warp groups has half of the features; its registers cannot hold all."""
         return self.width > 128
 
 

@@ -5,7 +5,7 @@ import torch
 from blockdiag.torch.launches import Launches, Remembered, dense
 from blockdiag.torch.operator import Unsupported
 from blockdiag.torch.ops.moba_paged.operators import MoBAPagedArguments, describe
-from blockdiag.torch.ops.paged.native import Results, cache_arrays, check_pages, has_no_keys, no_keys
+from blockdiag.torch.ops.paged.native import Results, cache_arrays, check_pages, no_keys
 from blockdiag.triton_kernels.moba_paged.plans import steps, supports
 
 
@@ -14,7 +14,7 @@ class _Prepared:
 
     def __init__(self, arguments: MoBAPagedArguments) -> None:
         self._problem = problem = describe(arguments)
-        self._is_empty = has_no_keys(problem.paged)
+        self._is_empty = problem.paged.is_empty
         if self._is_empty:
             return
         reason = supports(problem)

@@ -24,7 +24,7 @@ class _Prepared:
 
     def __init__(self, arguments: PagedArguments) -> None:
         self._problem = problem = describe(arguments)
-        self._is_empty = has_no_keys(problem)
+        self._is_empty = problem.is_empty
         if self._is_empty:
             return
         reason = supports(problem.tiled)
@@ -154,11 +154,6 @@ def _constant(number: float, shape: tuple[int, int], device: torch.device, strea
 
 
 # Calls that launch no kernel
-
-
-def has_no_keys(problem: PagedProblem) -> bool:
-    """Return whether the call has no queries, or no keys that one could see."""
-    return problem.is_empty
 
 
 def no_results(problem: PagedProblem, rows: Sequence[int], device: torch.device) -> Results:
