@@ -8,6 +8,7 @@ accesses.
 
 import builtins
 import functools
+import inspect
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -17,8 +18,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from blockdiag.triton_kernels.launch.plan import Constexpr, Descriptor, LaunchPlan, Pointer
-from tests.fusion.gluon_protocol import Barrier, Barriers, Language, Mbarrier, Number, Tile, Warps, kernel_with
+from blockdiag.triton_kernels.launch.generated import GeneratedKernel
+from blockdiag.triton_kernels.launch.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Scalar
+from tests.fusion.gluon_protocol import (
+    Barrier,
+    Barriers,
+    Language,
+    Mbarrier,
+    Number,
+    Tile,
+    Warps,
+    definitions_of,
+    kernel_with,
+)
 from tests.fusion.happens_before import Known, Races, Record
 
 _NAMES = {"float32": np.float32, "int32": np.int32, "int64": np.int64, "uint32": np.uint32, "int8": np.int8}
@@ -103,9 +115,11 @@ class Shared:
         assert np.shape(tile) == self.values.shape
         self.values[...] = tile
 
-    def begin_copy(self) -> set[int]:
+    def begin_copy(self, *, by_threads: bool = False) -> set[int]:
         """Note the start of a copy into this memory, and return its number."""
-        return set() if self.races is None or self.record is None else {self.races.copy(self.record)}
+        if self.races is None or self.record is None:
+            return set()
+        return {self.races.copy(self.record, by_threads=by_threads)}
 
     def begin_read(self) -> None:
         """Note that tensor cores or the copy engine start to read this memory."""
@@ -127,8 +141,9 @@ class Global:
     def __add__(self, more: Any) -> "Global":
         return Global(self.values, self.offset + more)
 
-    def places(self) -> np.ndarray:
-        found = np.asarray(self.offset)
+    def places(self, mask: Any = True) -> np.ndarray:
+        """Return the indices of elements, 0 where they are masked."""
+        found = np.where(mask, self.offset, 0)
         assert ((found >= 0) & (found < self.values.size)).all(), "outside of the array"
         return found
 
@@ -306,9 +321,11 @@ class _Engine:
 
     # Copies of lines
 
-    def copy(self, memory: Shared, source: Global) -> None:
-        places = source.places()
-        self.queues.copies.append(Copy(lambda: memory.fill(array(source.values[places])), memory.begin_copy()))
+    def copy(self, memory: Shared, source: Global, mask: Any = True) -> None:
+        """Copy the elements that a mask selects, and zeros for the others."""
+        places, mask = source.places(mask), np.broadcast_to(mask, memory.values.shape)
+        copies = memory.begin_copy(by_threads=True)
+        self.queues.copies.append(Copy(lambda: memory.fill(array(np.where(mask, source.values[places], 0))), copies))
 
     def commit_group(self) -> None:
         self.queues.groups.append(self.queues.copies)
@@ -321,8 +338,8 @@ class _Engine:
             copy.land()
             barrier.pass_on(Known(copies=copy.numbers))
         self.queues.copies = []
-        # Each thread of a warp arrives.
-        barrier.arrive(32)
+        # Each thread arrives.
+        barrier.arrive(32 * self.warps.size())
 
     def wait_group(self, left: int) -> None:
         self.warps.nap()
@@ -444,13 +461,15 @@ class _Values(Language):
         place.values[place.places()] += number
         return before
 
-    def load(self, place: Any) -> Any:
-        found = place.values[place.places()]
+    def load(self, place: Any, mask: Any = True, other: float = 0) -> Any:
+        found = np.where(mask, place.values[place.places(mask)], np.asarray(other, place.values.dtype))
         return Number(found) if np.ndim(found) == 0 and found.dtype.kind == "i" else array(found)
 
-    def store(self, place: Global, tile: Any) -> None:
-        assert np.shape(place.places()) == np.shape(tile)
-        place.values[place.places()] = tile
+    def store(self, place: Global, tile: Any, mask: Any = True) -> None:
+        places = place.places(mask)
+        assert np.shape(places) == np.shape(tile)
+        mask = np.broadcast_to(mask, np.shape(tile))
+        place.values[places[mask]] = np.asarray(tile)[mask]
 
     def allocate_shared_memory(self, dtype: Dtype, shape: Sequence[int], layout: object) -> Shared:
         del layout
@@ -494,7 +513,7 @@ def interpret_gluon(
 
     Args:
         chance: chooses the slow warps; None: no warp is slow.
-        change: changes the source of the template that the kernel calls.
+        change: changes the source of the template that the kernel calls, and of the kernel if it is not printed.
         is_checked: whether to check the order of accesses of shared memory.
 
     Raises:
@@ -558,16 +577,28 @@ def _run(
         "widened": lambda tile: tile.astype(np.float32),
         "rounded_product": lambda left, right: left * right,
     }
-    kernel = kernel_with(plan.kernel.text, plan.kernel.name, words, helpers, change)
-    parameters: dict[str, Any] = {}
-    for name, argument in plan.arguments.items():
-        match argument:
-            case Constexpr():
-                parameters[name] = Number(argument.value)
-            case Descriptor():
-                parameters[name] = View(given[argument.role][argument.index], argument)
-            case Pointer():
-                parameters[name] = Global(given[argument.role][argument.index].reshape(-1))
-    kernel(**parameters)
+    if isinstance(plan.kernel, GeneratedKernel):
+        text, name = plan.kernel.text, plan.kernel.name
+    else:
+        module = inspect.getmodule(plan.kernel.fn)
+        assert module is not None
+        text, name = change(inspect.getsource(module)), plan.kernel.__name__
+        words |= {key: x for key, x in vars(module).items() if isinstance(x, type)} | definitions_of(module)
+    kernel = kernel_with(text, name, words, helpers, change)
+    kernel(**{name: _parameter(argument, given) for name, argument in plan.arguments.items()})
     for addition in engine.unfinished:
         addition()
+
+
+def _parameter(argument: Any, given: dict[str, list[np.ndarray]]) -> Any:
+    match argument:
+        case Constexpr():
+            return Number(argument.value) if isinstance(argument.value, int) else argument.value
+        case Scalar():
+            return Number(argument.value) if isinstance(argument.value, int) else np.float32(argument.value)
+        case Descriptor():
+            return View(given[argument.role][argument.index], argument)
+        case Pointer():
+            return Global(given[argument.role][argument.index].reshape(-1))
+        case _:
+            return type(argument)(*(_parameter(x, given) for x in argument))

@@ -118,21 +118,28 @@ class Warps:
         self.chance = chance
         self.changed = threading.Condition()
         self.naps: dict[int, float] = {}
+        # Warps of the partition that a thread stands for.
+        self.sizes: dict[int, int] = {}
         self.running = 0
         # The copies that were started, and how many of them are in flight.
         self.copies, self.in_flight = 0, 0
         self.waiting: dict[int, tuple[Barrier, int]] = {}
         self.is_stuck = False
 
-    def run(self, functions: Sequence[Callable[[], None]]) -> None:
+    def run(self, functions: Sequence[Callable[[], None]], sizes: Sequence[int] = ()) -> None:
         """Run all warps to completion.
+
+        Args:
+            functions: one for each partition.
+            sizes: warps of each partition; those beyond have one.
 
         Raises:
             Deadlock: the warps wait for each other.
         """
 
-        def finish(function: Callable[[], None], nap: float) -> None:
+        def finish(function: Callable[[], None], nap: float, size: int) -> None:
             self.naps[threading.get_ident()] = nap
+            self.sizes[threading.get_ident()] = size
             try:
                 # GPUs raise no warnings.
                 with np.errstate(all="ignore"):
@@ -144,11 +151,19 @@ class Warps:
 
         self.running = len(functions)
         with ThreadPoolExecutor(len(functions)) as pool:
-            ends = [pool.submit(finish, x, self.chance.choice(_NAPS)) for x in functions]
+            all_sizes = [*sizes, *[1] * (len(functions) - len(sizes))]
+            ends = [
+                pool.submit(finish, x, self.chance.choice(_NAPS), size)
+                for x, size in zip(functions, all_sizes, strict=True)
+            ]
         failures = [x for x in (end.exception() for end in ends) if x is not None]
         # If one warp fails, others wait for it, so deadlocks are reported last.
         for failure in sorted(failures, key=lambda x: isinstance(x, Deadlock)):
             raise failure
+
+    def size(self) -> int:
+        """Return the warps of the calling partition."""
+        return self.sizes.get(threading.get_ident(), 1)
 
     def nap(self) -> None:
         """Delay the calling warp."""
@@ -293,7 +308,9 @@ class Language(Tile):
     def split(self, _: object) -> tuple[Tile, Tile]:
         return Tile(), Tile()
 
-    def warp_specialize(self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], *_: object) -> None:
+    def warp_specialize(
+        self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], sizes: Sequence[int] = (), *_: object
+    ) -> None:
         for function, arguments in functions:
             names = function.__code__.co_varnames  # pyrefly: ignore
             given = dict(zip(names, arguments, strict=False))
@@ -303,7 +320,11 @@ class Language(Tile):
                 if name.endswith("full"):
                     for full, empty in zip(barriers, given.get(name.replace("full", "empty"), []), strict=False):
                         full.empty = empty
-        self.warps.run([lambda f=function, a=arguments: f(*a) for function, arguments in functions])
+        # The first partition has the warps of the launch, and `sizes` are those of the others.
+        self.warps.run(
+            [lambda f=function, a=arguments: f(*a) for function, arguments in functions],
+            [1, *(int(size) for size in sizes)],
+        )
 
 
 class _Gluon:
@@ -364,16 +385,20 @@ def kernel_with(
         "range": lambda *x: map(Number, builtins.range(*x)),
         "PROPAGATE_NAN": True,
     } | dict(words)  # fmt: skip
-    templates = [x for x in TEMPLATES if f"dense.{x.__name__.split('.')[-1]} " in text]
+    templates = [x for x in TEMPLATES if f"{x.__name__} import" in text]
     for module in (resident_tiles, *templates):
-        # The constants and the types of a template; its imports are replaced.
-        own = {key: x for key, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
-        constants = {key: x.value for key, x in vars(module).items() if isinstance(x, constexpr)}
-        scope |= {key: x for key, x in own.items() if isinstance(x, type)} | constants
+        scope |= definitions_of(module)
     for source in (inspect.getsource(resident_tiles), *(change(inspect.getsource(x)) for x in templates), text):
         exec(compile(source[source.index("@gluon.jit") :], f"<{name}>", "exec"), scope)
         scope |= helpers
     return scope[name]
+
+
+def definitions_of(module: Any) -> dict[str, Any]:
+    """Return the constants and the types of a module with kernels."""
+    own = {key: x for key, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
+    constants = {key: x.value for key, x in vars(module).items() if isinstance(x, constexpr)}
+    return {key: x for key, x in own.items() if isinstance(x, type)} | constants
 
 
 def _waited(number: int, deps: Sequence[object]) -> object:

@@ -8,7 +8,7 @@ barrier passes on what the arriving threads had in common at their last thread b
 | access | must know |
 |---|---|
 | threads read | the last write; of their own partition's writes, those before the last thread barrier |
-| tensor cores or the copy engine read | the same, and the writer's fence after the write |
+| tensor cores or the copy engine read | the same, and a fence: the writer's after a write, any after a thread's copy |
 | threads write | the last write, and all reads, which have completed |
 | a copy writes | the same |
 
@@ -32,16 +32,20 @@ class Race(AssertionError):
 
 @dataclass
 class Known:
-    """What an actor knows: the time and the last fence of each actor, and the completed copies."""
+    """What an actor knows: the time and the last fence of each actor, the completed copies, and those of them before
+    a fence.
+    """
 
     times: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))
     fences: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))
     copies: set[int] = field(default_factory=set)
+    fenced: set[int] = field(default_factory=set)
 
     def learn(self, other: "Known") -> None:
         self.times = np.maximum(self.times, other.times)
         self.fences = np.maximum(self.fences, other.fences)
         self.copies = self.copies | other.copies
+        self.fenced = self.fenced | other.fenced
 
 
 @dataclass
@@ -87,6 +91,8 @@ class Races:
         self._lock = threading.RLock()
         self._actors: dict[int, Actor] = {}
         self._copies = 0
+        # The copies that threads make, not the copy engine.
+        self._by_threads: set[int] = set()
         self._main = self.enter(0)
 
     def enter(self, index: int) -> Actor:
@@ -107,6 +113,7 @@ class Races:
     def fence(self) -> None:
         actor = self._actor
         actor.known.fences[actor.index] = actor.tick()
+        actor.known.fenced = set(actor.known.copies)
 
     def thread_barrier(self) -> None:
         actor = self._actor
@@ -157,7 +164,7 @@ class Races:
             self._check_reads(record, actor)
             record.writer[...], record.written[...] = actor.index, time
 
-    def copy(self, record: Record) -> int:
+    def copy(self, record: Record, *, by_threads: bool = False) -> int:
         """Note the start of a copy into shared memory, and return its number."""
         with self._lock:
             actor = self._actor
@@ -166,16 +173,22 @@ class Races:
             self._check_reads(record, actor)
             self._copies += 1
             record.writer[...], record.written[...] = _COPY, self._copies
+            if by_threads:
+                self._by_threads.add(self._copies)
             return self._copies
 
-    @staticmethod
-    def _check_write(record: Record, actor: Actor, *, needs_fence: bool = False, may_be_own: bool = False) -> None:
+    def _check_write(
+        self, record: Record, actor: Actor, *, needs_fence: bool = False, may_be_own: bool = False
+    ) -> None:
         known = actor.known
         for writer in np.unique(record.writer):
             written = record.written[record.writer == writer]
             if writer == _COPY:
-                if not set(np.unique(written).tolist()) <= known.copies:
+                copies = set(np.unique(written).tolist())
+                if not copies <= known.copies:
                     raise Race("an access does not wait for a copy into the memory")
+                if needs_fence and not copies & self._by_threads <= known.fenced:
+                    raise Race("an engine reads what threads have copied without a fence")
             elif writer >= 0 and not (may_be_own and writer == actor.index):
                 least = actor.shared if writer == actor.index else known
                 if (written > least.times[writer]).any():

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import blockdiag  # noqa: E402
+from blockdiag.ops.paged import checks  # noqa: E402
 from blockdiag.torch import (  # noqa: E402
     append_to_pages,
     merge_attention_states,
@@ -25,7 +26,7 @@ from tests.gpu.test_moba_torch_on_gpu import captured  # noqa: E402
 from tests.ops.append import test_append  # noqa: E402
 from tests.ops.append_support import assert_appended  # noqa: E402
 from tests.ops.moba_paged import test_moba_paged  # noqa: E402
-from tests.ops.paged_support import MIXED_CASES, PagedCase, assert_accurate  # noqa: E402
+from tests.ops.paged_support import MIXED_CASES, PROMPT_CASES, PagedCase, assert_accurate  # noqa: E402
 from tests.torch import test_append as torch_append  # noqa: E402
 from tests.torch import test_moba_paged as torch_moba  # noqa: E402
 from tests.torch.paged_torch_support import (  # noqa: E402
@@ -131,6 +132,39 @@ def test_packed_prompts_beside_decoding_sequences_are_accurate(name, options, vi
     case = MIXED_CASES[name]
     arguments, is_row = packed_arguments_of(case, GPU)
     assert_packed_accurate(case, attend(arguments | {"num_splits": None} | options, via=via), is_row)
+
+
+@pytest.mark.parametrize("name", PROMPT_CASES)
+def test_prompts_computed_apart_are_accurate_and_equal_jax_bitwise(name, monkeypatch):
+    """In packed form and as a batch, whose rows are the same."""
+    monkeypatch.setattr(checks, "FEWEST_PROMPT_ROWS", 0)
+    case = PROMPT_CASES[name]
+    arguments, is_row = packed_arguments_of(case, GPU)
+    arguments |= {"num_splits": None}
+    poison_free_memory()
+    packed = attend(arguments)
+    assert_packed_accurate(case, packed, is_row)
+    poison_free_memory()
+    assert_same_bits(attend(arguments), packed)
+    assert_same_bits(attend(arguments, via="jax"), packed)
+    poison_free_memory()
+    batch = attend(arguments_of(case, GPU) | {"num_splits": None})
+    assert_accurate(case, as_arrays(batch))
+    whole = dataclasses.replace(case, query_lengths=None)
+    assert_accurate(whole, as_arrays(attend(arguments_of(whole, GPU) | {"num_splits": None})))
+
+
+def test_kernel_of_prompts_runs_on_hopper(monkeypatch):
+    """Prompts in 16-bit floats; scales are left to the plain kernel."""
+    monkeypatch.setattr(checks, "FEWEST_PROMPT_ROWS", 0)
+    capability = torch.cuda.get_device_capability()
+    for name, is_for_hopper in (("bfloat16, pages of 16", True), ("scales", False)):
+        arguments, _ = packed_arguments_of(PROMPT_CASES[name], GPU)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            attend(arguments | {"num_splits": None})
+            torch.cuda.synchronize()
+        names = {event.name for event in profile.events()}
+        assert ("paged_prompts" in names) == (is_for_hopper and capability == (9, 0)), names
 
 
 def test_out_of_range_lengths_and_pages_are_clipped():

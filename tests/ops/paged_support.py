@@ -168,6 +168,7 @@ class PagedCase:
             dense["score_scale"] if self.score_scale else None,
             self.paged(dense["key_scale"]) if self.key_scale == "token" else None,
             self.paged(dense["value_scale"]) if self.value_scale == "token" else value_scale,
+            None,  # no table of tiles
         )
 
     def operands(self) -> tuple[jax.Array | None, ...]:
@@ -178,7 +179,7 @@ class PagedCase:
         """Return the call as arguments of the public function."""
         names = ("query", "key_pages", "value_pages", "page_table", "kv_lengths", "query_lengths", "sinks")
         problem, operands = self.problem, self.operands()
-        *_, score_scale, key_scales, value_scales = operands
+        *_, score_scale, key_scales, value_scales, _tiles = operands
         return dict(zip(names, operands, strict=False)) | dict(
             query_scale=score_scale,
             key_scale=key_scales,
@@ -212,6 +213,29 @@ MIXED_CASES = {
     ),
     "more queries than keys": dataclasses.replace(MIXED, kv_lengths=(30, 1, 9, 0, 7, 1), score_scale=True),
     "queries of eight bits": dataclasses.replace(MIXED, dtype="float8_e5m2", value_scale="token"),
+}
+
+# Prompts for the kernel of Hopper.
+PROMPTS = PagedCase(
+    kv_lengths=(300, 700, 9, 0, 129, 40), query_lengths=(150, 1, 0, 3, 129, 33), query_tokens=150, query_heads=8,
+    key_heads=2, head_dim=128, dtype="bfloat16", page_size=16,
+)  # fmt: skip
+PROMPT_CASES = {
+    "bfloat16, pages of 16": PROMPTS,
+    "float16, pages of 1, heads of 64": dataclasses.replace(PROMPTS, dtype="float16", page_size=1, head_dim=64),
+    "heads of 256, pages of 3": dataclasses.replace(PROMPTS, head_dim=256, page_size=3, query_heads=4),
+    "group of 6, contiguous": dataclasses.replace(PROMPTS, query_heads=12, page_size=None),
+    "no group, pages of 128": dataclasses.replace(PROMPTS, query_heads=2, page_size=128),
+    "window": dataclasses.replace(PROMPTS, window=(100, None)),
+    "both sides": dataclasses.replace(PROMPTS, is_causal=False, window=(100, 20)),
+    "all keys, sinks": dataclasses.replace(PROMPTS, is_causal=False, sinks=True),
+    "window, sinks, soft cap, heads of 64": dataclasses.replace(
+        PROMPTS, window=(70, None), sinks=True, soft_cap=5.0, head_dim=64
+    ),
+    "more queries than keys": dataclasses.replace(PROMPTS, kv_lengths=(100, 700, 9, 0, 1, 129)),
+    # The plain kernel computes these on Hopper, too.
+    "values of another width": dataclasses.replace(PROMPTS, value_dim=64),
+    "scales": dataclasses.replace(PROMPTS, score_scale=True, value_scale="head"),
 }
 
 

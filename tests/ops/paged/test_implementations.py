@@ -277,7 +277,7 @@ def test_xla_allocates_no_scores_of_all_keys():
     table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 4096), (1,)))
 
     def compute(*operands):
-        return xla_paged.forward(problem, *operands, None, None, None, None, None)
+        return xla_paged.forward(problem, *operands, *[None] * 6)
 
     compiled = jax.jit(compute).lower(*arrays, table, lengths).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 65536 * 4

@@ -10,6 +10,7 @@ import pytest
 
 from blockdiag import merge_attention_states, paged_attention
 from blockdiag.common.dispatch import capabilities, resolve
+from blockdiag.ops.paged import checks
 from blockdiag.ops.paged.checks import describe_paged_call
 from blockdiag.ops.paged.splits import choose_splits
 from tests.ops.block_diagonal.test_transformations import assert_close, random_arrays
@@ -153,6 +154,12 @@ def test_new_lengths_and_pages_do_not_recompile():
     assert _attention._cache_size() == before
 
 
+def _divided(arguments: dict) -> tuple[dict, dict]:
+    """Divide arguments into arrays and options."""
+    arrays = {key: x for key, x in arguments.items() if isinstance(x, jax.Array)}
+    return arrays, {key: x for key, x in arguments.items() if key not in arrays}
+
+
 # --- packed queries -----------------------------------------------------------------------------------------------
 
 
@@ -196,12 +203,59 @@ def test_packed_prompts_beside_decoding_sequences_are_accurate(name, options, im
     assert_accurate(case, padded)
 
 
+@pytest.fixture
+def prompts_apart(monkeypatch):
+    """Compute prompts apart from other sequences however few they are."""
+    monkeypatch.setattr(checks, "FEWEST_PROMPT_ROWS", 0)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+@pytest.mark.parametrize("name", MIXED_CASES)
+def test_packed_prompts_computed_apart_are_accurate(name, implementation, prompts_apart):
+    arrays, options = _divided(padded_to_packed(MIXED_CASES[name])[0])
+    problem = describe(arrays, **options)
+    # All cases have sequences on both sides of the limit.
+    assert problem.few_queries == 32 // problem.group_size
+    test_packed_prompts_beside_decoding_sequences_are_accurate(name, {}, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+@pytest.mark.parametrize("has_lengths", [True, False])
+@pytest.mark.parametrize("name", ["causal", "two key heads, pages of 3", "contiguous", "all keys", "window and sinks"])
+def test_batches_of_prompts_are_accurate(name, has_lengths, implementation, prompts_apart):
+    case = dataclasses.replace(MIXED_CASES[name], dtype="bfloat16")
+    case = case if has_lengths else dataclasses.replace(case, query_lengths=None)
+    arrays, options = _divided(case.arguments())
+    assert describe(arrays, **options).few_queries == 0
+    function = compiled_quickly(functools.partial(attend, implementation=implementation, **options))
+    assert_accurate(case, function(**arrays))
+
+
+def test_sequences_beside_prompts_are_merged_from_splits_into_the_same_results(prompts_apart):
+    """The cache is long enough for several splits of the sequences with few queries."""
+    arguments = padded_to_packed(MIXED)[0]
+    table = arguments["page_table"]
+    arguments["page_table"] = jnp.pad(table, ((0, 0), (0, 4096 // MIXED.page_size - table.shape[1])))
+    problem = describe(arguments)
+    assert problem.few_queries is not None and problem.num_splits > 1
+    for one, other in zip(attend(**arguments, implementation="triton"), attend(**arguments, num_splits=1), strict=True):
+        np.testing.assert_allclose(one[:-2], other[:-2], rtol=2e-5, atol=2e-5)
+        np.testing.assert_array_equal(one[-2:], other[-2:])
+
+
+def test_prompts_computed_apart_under_vmap_equal_single_calls(prompts_apart):
+    test_packed_prompts_under_vmap_equal_single_calls()
+
+
 def test_number_of_tiles_grows_with_queries_and_sequences():
-    """A prompt of 1,024 queries beside 31 single ones: 97 tiles of 16 queries, not 32 of 1,024."""
+    """A prompt of 1,024 queries beside 31 single ones: about a hundred tiles of 16 queries, not 32 of 1,024."""
     case = PagedCase(kv_lengths=(8192,) * 31 + (1024,), query_heads=32, key_heads=8)
     problem = dataclasses.replace(case.problem, query_tokens=1055, packed_rows=1055, has_query_lengths=True)
-    assert (problem.tiled.batch, problem.tiled.query_tokens) == (97, 16)
-    assert dataclasses.replace(problem, query_tokens=2).tiled.batch == 32
+    assert (problem.tiled.num_tiles, problem.tiled.query_tokens) == (1055 // 16 + 34, 16)
+    batch = dataclasses.replace(problem, query_tokens=2).tiled
+    assert (batch.batch, batch.num_tiles) == (32, None)
+    apart = dataclasses.replace(problem, few_queries=8).tiled
+    assert (apart.num_tiles, apart.query_tokens) == (1055 // 32 + 34, 32)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])

@@ -228,15 +228,18 @@ def _mappable(call: Call) -> Any:
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        # `fold_paged` takes the operands of paged attention: with sinks before the scales, and without mean keys.
+        # `fold_paged` takes the operands of paged attention: with sinks before the scales, and without mean keys, in
+        # whose place it has tiles.
         *paged, centroids = operands
         *paged_mapped, centroids_mapped = is_mapped
         paged.insert(6, None)
         paged_mapped.insert(6, False)
+        paged.append(None)
+        paged_mapped.append(False)
         paged_problem, folded = fold_paged(call.problem.paged, axis_size, paged_mapped, tuple(paged))
         problem = dataclasses.replace(call.problem, paged=paged_problem)
         centroids = fold_rows(centroids, axis_size, centroids_mapped)
-        results = _mappable(Call(problem, call.implementations))(*folded[:6], *folded[7:], centroids)
+        results = _mappable(Call(problem, call.implementations))(*folded[:6], *folded[7:-1], centroids)
         results = jax.tree.map(lambda x: x.reshape(axis_size, call.problem.paged.batch, *x.shape[1:]), results)
         return results, (True, True)
 

@@ -21,9 +21,9 @@ from blockdiag.common.rule import Rule
 from blockdiag.common.shards import Local, Part
 from blockdiag.ops.paged import sharding
 from blockdiag.ops.paged.batching import fold_paged
-from blockdiag.ops.paged.checks import describe_paged_call, with_chosen_splits
+from blockdiag.ops.paged.checks import describe_paged_call, splits_chosen_again, with_chosen_splits
 from blockdiag.ops.paged.options import PagedOptions, Window
-from blockdiag.ops.paged.packed import Sequences, from_tiles, to_tiles
+from blockdiag.ops.paged.packed import callers_results, canonical_queries
 from blockdiag.ops.paged.problem import PAGED, PagedProblem
 from blockdiag.ops.paged.scales import canonical_scales
 
@@ -332,25 +332,24 @@ def _on_device(call: Call, part: Part) -> Any:
         score_scale, key_scales, value_scales = canonical_scales(
             problem, *(arrays[name] for name in ("key_scale", "value_scale", "query_scale"))
         )
-        query, query_lengths, offsets = arrays["query"], arrays["query_lengths"], arrays["query_offsets"]
-        sequences = Sequences(query, arrays["page_table"], arrays["kv_lengths"], query_lengths, score_scale, None)
-        if problem.value_scale == "head":
-            sequences, value_scales = sequences._replace(value_scale=value_scales), None
-        if offsets is not None:
-            sequences = to_tiles(problem, sequences, offsets, part)
+        offsets = arrays["query_offsets"]
+        queries = canonical_queries(
+            problem, arrays["query"], arrays["kv_lengths"], arrays["query_lengths"], offsets, part
+        )
         results = _mappable(dataclasses.replace(call, problem=problem.tiled))(
-            sequences.query,
+            queries.query,
             arrays["key_pages"],
             arrays["value_pages"],
-            sequences.page_table,
-            sequences.kv_lengths,
-            sequences.query_lengths,
+            arrays["page_table"],
+            arrays["kv_lengths"],
+            queries.query_lengths,
             arrays["sinks"],
-            sequences.score_scale,
+            score_scale,
             key_scales,
-            sequences.value_scale if value_scales is None else value_scales,
+            value_scales,
+            queries.tiles,
         )
-        return results if offsets is None else from_tiles(problem, results, offsets, part)
+        return callers_results(problem, results, offsets, part)
 
     return attend
 
@@ -370,9 +369,9 @@ def _mappable(call: Call) -> Any:
             # All sequences of a call share the sinks, so mapped sinks cannot be folded into the batch.
             return _loop(compute, is_mapped, operands), (True, True)
         problem, folded = fold_paged(call.problem, axis_size, is_mapped, operands)
-        problem = with_chosen_splits(problem) if call.chooses_splits else problem
+        problem = splits_chosen_again(problem) if call.chooses_splits else problem
         results = _mappable(Call(problem, call.implementations, call.chooses_splits))(*folded)
-        results = jax.tree.map(lambda x: x.reshape(axis_size, call.problem.batch, *x.shape[1:]), results)
+        results = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), results)
         return results, (True, True)
 
     return compute

@@ -96,17 +96,42 @@ def describe_paged_call(
 
 
 def with_chosen_splits(problem: PagedProblem) -> PagedProblem:
-    """Return the call with the number of splits chosen from its shapes; a symbolic size counts as 1."""
-    tiled = problem.tiled
+    """Return the call with `num_splits` and `few_queries` chosen from its shapes."""
+    return splits_chosen_again(dataclasses.replace(problem, few_queries=_few_queries(problem)))
+
+
+def splits_chosen_again(problem: PagedProblem) -> PagedProblem:
+    """Return a call, which may be tiled, with `num_splits` chosen from its shapes; a symbolic size counts as 1."""
+    tiled, few = problem.tiled, problem.few_queries
+    if few == 0:
+        return dataclasses.replace(problem, num_splits=1)
     sizes = dict(
-        batch=tiled.batch,
-        query_tokens=tiled.query_tokens,
+        batch=tiled.batch if tiled.num_tiles is None or few is not None else tiled.num_tiles,
+        query_tokens=tiled.query_tokens if few is None else few,
         group_size=problem.group_size,
         key_heads=problem.key_heads,
         max_keys=problem.max_keys,
     )
     chosen = choose_splits(**{name: 1 if is_symbolic(size) else size for name, size in sizes.items()})
     return dataclasses.replace(problem, num_splits=chosen)
+
+
+# Rows over all heads from which prompts fill a GPU without splits, 64 tiles. With fewer, splits are as fast.
+FEWEST_PROMPT_ROWS = 8192
+
+
+def _few_queries(problem: PagedProblem) -> int | None:
+    """Return `few_queries` of a call whose splits are chosen: None if it has no prompts, or too few rows."""
+    rows = problem.batch * problem.query_tokens if problem.packed_rows is None else problem.packed_rows
+    sizes = (problem.batch, problem.query_tokens, rows, problem.max_pages)
+    if any(is_symbolic(size) for size in sizes) or problem.is_empty:
+        return None
+    # In a batch, all sequences are taken to be prompts. Eight-bit caches are read faster by the splits.
+    is_batch = problem.packed_rows is None
+    few = 0 if is_batch else problem.most_few_queries
+    is_wide = {problem.query_dtype, problem.key_dtype, problem.value_dtype} <= {"bfloat16", "float16"}
+    has_prompts = problem.query_tokens * problem.group_size > 64 and rows * problem.query_heads >= FEWEST_PROMPT_ROWS
+    return few if has_prompts and (is_wide or not is_batch) else None
 
 
 def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:

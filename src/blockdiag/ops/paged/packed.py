@@ -1,9 +1,15 @@
-"""Packed queries of paged attention as tiles, each of which is a sequence of its own.
+"""Packed queries of paged attention, and tables of their tiles.
 
-The number of tiles follows from shapes, and tiles have queries of one sequence each. So work grows with the queries
-that there are, not with the longest sequence. See `PagedProblem.tiled`.
+A tile has queries of one sequence, and the number of tiles follows from shapes. So work grows with the queries that
+there are, not with the longest sequence. See `PagedProblem.tiled`.
+
+The table of tiles is int32 [num_tiles + B, 4]. Each of the first rows is a tile: its first row in the packed queries,
+the number of its queries, the position of its first query, and its sequence, -1 for rows that belong to no sequence.
+Every packed row is in one tile. Each of the last B rows describes all queries of a sequence in the same form.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,82 +21,85 @@ from blockdiag.common.shards import Part
 from blockdiag.ops.paged.problem import PagedProblem
 
 
-class Sequences(NamedTuple):
-    """The operands that belong to sequences, or to tiles; queries of sequences may be packed.
+class Queries(NamedTuple):
+    """The queries of a call in the form that implementations take.
 
     Attributes:
-        query: [B, T, N, H] or [rows, N, H].
-        page_table, kv_lengths, query_lengths: int32 [B, max_pages], [B] and [B]; the first and last may be None.
-        score_scale, value_scale: float32 [B, K] or None.
+        query: [B, T, N, H], or packed [rows, N, H].
+        query_lengths: int32 [B] or None.
+        tiles: the table of tiles, or None.
     """
 
     query: Array
-    page_table: Array | None
-    kv_lengths: Array
     query_lengths: Array | None
-    score_scale: Array | None
-    value_scale: Array | None
+    tiles: Array | None
 
 
-def to_tiles(problem: PagedProblem, sequences: Sequences, offsets: Array, part: Part) -> Sequences:
-    """Return the operands of `problem.tiled`.
+def canonical_queries(
+    problem: PagedProblem,
+    query: Array,
+    kv_lengths: Array,
+    query_lengths: Array | None,
+    offsets: Array | None,
+    part: Part,
+) -> Queries:
+    """Return the queries of `problem.tiled`.
 
     Args:
-        problem: the call with packed queries.
-        sequences: its operands; `query_lengths` is not read.
-        offsets: int32 [B + 1], of the sequences on all devices.
+        problem: the call.
+        query, kv_lengths, query_lengths: its operands.
+        offsets: int32 [B + 1], of the packed sequences on all devices; None for a batch.
         part: the part of the call that this device computes.
     """
-    tiled, offsets = problem.tiled, _own(offsets, problem, part)
-    starts, lengths = offsets[:-1], jnp.diff(offsets)
+    tiled = problem.tiled
+    if offsets is None:
+        if tiled.num_tiles is None:
+            return Queries(query, query_lengths, None)
+        rows = query.reshape(-1, *query.shape[2:])
+        return Queries(rows, None, _table_of_batch(problem, kv_lengths, query_lengths))
+    own = _own(offsets, problem, part)
+    if tiled.num_tiles is not None:
+        return Queries(query, None, _table_of_packed(problem, kv_lengths, own))
+    starts, lengths = own[:-1], jnp.diff(own)
     tokens = jnp.arange(tiled.query_tokens, dtype=jnp.int32)
-    if tiled.batch == problem.batch:
-        query = sequences.query.at[starts[:, None] + tokens[None]].get(mode="clip")
-        return sequences._replace(query=query, query_lengths=jnp.minimum(lengths, problem.query_tokens))
-    sequence, first = _tiles(tiled, starts)
-    remaining = jnp.where(first < 0, 0, jnp.maximum(lengths[sequence] - first, 0))
-    count = jnp.minimum(remaining, tiled.query_tokens)
-    keys = jnp.clip(sequences.kv_lengths, 0, problem.max_keys)[sequence]
-    if problem.is_causal:
-        # The keys after a tile's last query are left out, so that splits divide the others.
-        keys, remaining = keys - remaining + count, count
-    table = sequences.page_table
-    # Without a table, sequence b is page b.
-    table = sequence[:, None] if table is None else table[sequence]
-    by_head = (None if x is None else x[sequence] for x in (sequences.score_scale, sequences.value_scale))
-    query = sequences.query.at[(starts[sequence] + first)[:, None] + tokens[None]].get(mode="clip")
-    return Sequences(query, table, jnp.where(count > 0, keys, 0), remaining, *by_head)
+    query = query.at[starts[:, None] + tokens[None]].get(mode="clip")
+    return Queries(query, jnp.minimum(lengths, problem.query_tokens), None)
 
 
-def from_tiles(problem: PagedProblem, results: tuple[Array, Array], offsets: Array, part: Part) -> tuple[Array, Array]:
-    """Return output [rows, N, V] and log-sum-exp [rows, N] from those of tiles, with 0 for sequences of other devices.
+def callers_results(
+    problem: PagedProblem, results: tuple[Array, Array], offsets: Array | None, part: Part
+) -> tuple[Array, Array]:
+    """Return output and log-sum-exp in the form of the call's queries, from those of `problem.tiled`.
 
-    The results of all devices are then summed. For rows without a sequence, only the first device contributes the
-    log-sum-exp -inf. If each sequence is one tile, those that are longer get NaN.
+    The results of packed queries on several devices are summed, so sequences of other devices get 0. For rows without a
+    sequence, only the first device contributes the log-sum-exp -inf.
     """
-    tiled, rows = problem.tiled, problem.packed_rows
-    whole, own = _clipped(offsets, rows), _own(offsets, problem, part)
-    row = jnp.arange(rows, dtype=jnp.int32)
-    sequence = count_not_above(own, row) - 1
-    is_outside = (sequence < 0) | (sequence >= problem.batch)
-    sequence = jnp.clip(sequence, 0, problem.batch - 1)
-    within = row - own[sequence]
-    if tiled.batch == problem.batch:
-        tile, place = sequence, jnp.minimum(within, tiled.query_tokens - 1)
-        is_bad = jnp.diff(own)[sequence] > problem.query_tokens
-    else:
-        tile = own[sequence] // tiled.query_tokens + sequence + within // tiled.query_tokens
-        place, is_bad = within % tiled.query_tokens, jnp.zeros_like(is_outside)
+    tiled = problem.tiled
+    if offsets is None:
+        if tiled.num_tiles is None:
+            return results
+        output, log_sum = (x.reshape(problem.batch, problem.query_tokens, *x.shape[1:]) for x in results)
+        return output, log_sum
+    whole, own = _clipped(offsets, problem.packed_rows), _own(offsets, problem, part)
+    row = jnp.arange(problem.packed_rows, dtype=jnp.int32)
     blind = jnp.where((row < whole[0]) | (row >= whole[-1]), -jnp.inf, 0.0)
-    blind = jnp.where(part.starts.get("rows", 0) == 0, blind, 0.0)
-
-    def packed(x: Array, outside: Array) -> Array:
-        bad, beyond, others = (array.reshape(-1, *[1] * (x.ndim - 2)) for array in (is_bad, is_outside, outside))
-        values = jnp.where(bad, jnp.nan, x.at[tile, place].get(mode="clip"))
-        return jnp.where(beyond, others.astype(x.dtype), values).astype(x.dtype)
-
+    blind = jnp.where(part.starts.get("rows", 0) == 0, blind, 0.0)[:, None]
     output, log_sum = results
-    return packed(output, jnp.zeros_like(blind)), packed(log_sum, blind)
+    is_outside = (row < own[0]) | (row >= own[-1])
+    if tiled.num_tiles is None:
+        output, log_sum = (_rows_of_sequences(problem, x, own) for x in results)
+        output = jnp.where(is_outside[:, None, None], 0, output).astype(output.dtype)
+    return output, jnp.where(is_outside[:, None], blind.astype(log_sum.dtype), log_sum)
+
+
+def _rows_of_sequences(problem: PagedProblem, x: Array, own: Array) -> Array:
+    """Return packed rows of [B, T, ...]; NaN for sequences that are longer than the call says."""
+    row = jnp.arange(problem.packed_rows, dtype=jnp.int32)
+    sequence = jnp.clip(count_not_above(own, row) - 1, 0, problem.batch - 1)
+    place = jnp.minimum(row - own[sequence], problem.tiled.query_tokens - 1)
+    is_bad = jnp.diff(own)[sequence] > problem.query_tokens
+    rows = x.at[sequence, place].get(mode="clip")
+    return jnp.where(is_bad.reshape(-1, *[1] * (x.ndim - 2)), jnp.nan, rows).astype(x.dtype)
 
 
 def _clipped(offsets: Array, rows: int | None) -> Array:
@@ -104,14 +113,107 @@ def _own(offsets: Array, problem: PagedProblem, part: Part) -> Array:
     return offsets if first is None else jax.lax.dynamic_slice_in_dim(offsets, first, part.sizes["rows"] + 1)
 
 
-def _tiles(tiled: PagedProblem, starts: Array) -> tuple[Array, Array]:
-    """Return the sequence of each tile, and the number of its queries before the tile; negative if there is none.
+# Tables of tiles
+
+
+def _table_of_packed(problem: PagedProblem, kv_lengths: Array, own: Array) -> Array:
+    """Return the table of packed sequences. The rows before and after all of them are segments of their own."""
+    sequence = jnp.arange(problem.batch, dtype=jnp.int32)
+    outside = jnp.full(1, -1, jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), own])
+    lengths = jnp.diff(jnp.concatenate([starts, jnp.full(1, problem.packed_rows or 0, jnp.int32)]))
+    segments = jnp.concatenate([outside, sequence, outside])
+    return _table(problem, kv_lengths, starts, lengths, segments, slice(1, -1))
+
+
+def _table_of_batch(problem: PagedProblem, kv_lengths: Array, query_lengths: Array | None) -> Array:
+    """Return the table of a batch. The rows beyond a sequence's queries are a segment of their own."""
+    tokens = problem.query_tokens
+    sequence = jnp.arange(problem.batch, dtype=jnp.int32)
+    starts, lengths = sequence * tokens, jnp.full_like(kv_lengths, tokens)
+    if query_lengths is None:
+        return _table(problem, kv_lengths, starts, lengths, sequence, slice(None))
+    own = jnp.clip(query_lengths, 0, tokens)
+    starts = jnp.stack([starts, starts + own], 1).reshape(-1)
+    lengths = jnp.stack([own, tokens - own], 1).reshape(-1)
+    segments = jnp.stack([sequence, jnp.full_like(sequence, -1)], 1).reshape(-1)
+    return _table(problem, kv_lengths, starts, lengths, segments, slice(0, None, 2))
+
+
+def _table(
+    problem: PagedProblem, kv_lengths: Array, starts: Array, lengths: Array, sequences: Array, inside: slice
+) -> Array:
+    """Return the table of consecutive segments of rows.
 
     Args:
-        tiled: the call over tiles.
-        starts: int32 [B], the first row of each sequence.
+        problem: the call.
+        kv_lengths: int32 [B].
+        starts, lengths, sequences: int32 [segments]; the rows of each, and its sequence or -1.
+        inside: which of the segments are sequences.
     """
-    tile = jnp.arange(tiled.batch, dtype=jnp.int32)
+    tiled = problem.tiled
+    keys = jnp.clip(kv_lengths, 0, problem.max_keys if problem.num_pages else 0)
+    positions = jnp.where(sequences < 0, 0, keys.at[sequences].get(mode="clip") - lengths)
+    # Segment s begins tile starts[s] // tokens + s, so each has as many tiles as it needs, and at most one more.
     first_tiles = starts // tiled.query_tokens + jnp.arange(starts.shape[0], dtype=jnp.int32)
-    sequence = jnp.maximum(count_not_above(first_tiles, tile) - 1, 0)
-    return sequence, (tile - first_tiles[sequence]) * tiled.query_tokens
+    tile = jnp.arange(tiled.num_tiles, dtype=jnp.int32)
+    segment = jnp.maximum(count_not_above(first_tiles, tile) - 1, 0)
+    before = (tile - first_tiles[segment]) * tiled.query_tokens
+    count = jnp.clip(lengths[segment] - before, 0, tiled.query_tokens)
+    tiles = jnp.stack([starts[segment] + before, count, positions[segment] + before, sequences[segment]], 1)
+    wholes = jnp.stack([x[inside] for x in (starts, lengths, positions, sequences)], 1)
+    return jnp.concatenate([tiles, wholes]).astype(jnp.int32)
+
+
+def by_tiles(forward: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
+    """Let an implementation for batches compute calls with a table of tiles, too: each tile is a sequence of a batch.
+
+    Args:
+        forward: computes a call without a table, from all operands but the table.
+    """
+
+    def compute(problem: PagedProblem, *operands: Array | None, interpret: bool = False) -> tuple[Array, Array]:
+        tiles = operands[-1]
+        if problem.num_tiles is None:
+            return forward(problem, *operands[:-1], interpret=interpret)
+        query, key, value, page_table, kv_lengths, _, sinks, score_scale, key_scales, value_scales, _ = operands
+        assert query is not None and kv_lengths is not None and tiles is not None and problem.packed_rows is not None
+        row, count, position, sequence = tiles[: problem.num_tiles].T
+        is_inside, sequence = sequence >= 0, jnp.maximum(sequence, 0)
+        keys = jnp.clip(kv_lengths, 0, problem.max_keys if problem.num_pages else 0)[sequence]
+        # Queries before position 0 see nothing, and the others of their tile see all keys up to their position.
+        lengths = jnp.where(is_inside, keys - position, 0)
+        if problem.is_causal:
+            # The keys after a tile's last query are left out, so that splits divide the others.
+            keys, lengths = jnp.minimum(keys, position + count), jnp.where(is_inside, count, 0)
+        keys = jnp.where(is_inside & (count > 0), keys, 0)
+        if problem.value_scale == "head" and value_scales is not None:
+            value_scales = value_scales[sequence]
+        own = jnp.arange(problem.query_tokens, dtype=jnp.int32)[None]
+        place = row[:, None] + own
+        batch = dataclasses.replace(
+            problem, batch=problem.num_tiles, num_tiles=None, packed_rows=None, has_page_table=True,
+            has_query_lengths=True, has_more_queries=True,
+        )  # fmt: skip
+        results = forward(
+            batch,
+            query.at[place].get(mode="clip"),
+            key,
+            value,
+            # Without a table, sequence b is page b.
+            sequence[:, None] if page_table is None else page_table[sequence],
+            keys,
+            jnp.where(count > 0, lengths, 0),
+            sinks,
+            None if score_scale is None else score_scale[sequence],
+            key_scales,
+            value_scales,
+            interpret=interpret,
+        )
+        place = jnp.where(own < count[:, None], place, problem.packed_rows)
+        output, log_sum = (
+            jnp.zeros((problem.packed_rows, *x.shape[2:]), x.dtype).at[place].set(x, mode="drop") for x in results
+        )
+        return output, log_sum
+
+    return compute

@@ -16,8 +16,10 @@ type CacheScale = Literal["none", "head", "token"]
 NO_BOUND = 2**31 - 1
 """`query_tokens` of packed queries whose sequences may have any length."""
 
-# Rows of a tile of packed queries, over all heads that share a key head.
-_TILE_ROWS = 64
+# Rows of a tile of queries, over all heads that share a key head: of prompts computed apart, and otherwise.
+_PROMPT_ROWS, _TILE_ROWS = 128, 64
+# Rows of the sequences that are computed apart from prompts.
+_FEW_ROWS = 32
 
 PAGED = Operation("paged_attention", "blockdiag.ops.paged", ("reference", "xla", "triton"))
 
@@ -30,13 +32,16 @@ class PagedProblem:
     Sequence b has `kv_lengths[b]` keys, and its last query has the position of its last key. Query i of
     `query_lengths[b]` has position `kv_lengths[b] - query_lengths[b] + i`, up to which a causal call sees keys.
 
-    Implementations compute `tiled`, which has no packed queries.
+    Implementations compute `tiled`.
 
     Attributes:
         batch, query_tokens: number of sequences, and maximum number of queries of each.
         has_more_queries: whether query lengths may exceed `query_tokens`; the call then has the first queries of a
             sequence. Otherwise greater lengths are clipped.
         packed_rows: rows of packed queries [packed_rows, N, H], whose sequences offsets give; None for a batch.
+        num_tiles: tiles of `query_tokens` packed queries, which a table gives, see `packed`; None without a table.
+        few_queries: sequences with at most this number of queries are computed apart from the others, in `num_splits`
+            splits; the others are computed in one split. None: all sequences are computed alike.
         query_heads, key_heads: N and K; N is a multiple of K.
         head_dim, value_dim: H and V.
         query_dtype, key_dtype, value_dtype, output_dtype: dtype names. The output has the query's dtype, or bfloat16
@@ -87,31 +92,45 @@ class PagedProblem:
     split_size: int | None = None
     has_more_queries: bool = False
     packed_rows: int | None = None
+    num_tiles: int | None = None
+    few_queries: int | None = None
 
     @property
     def tiled(self) -> "PagedProblem":
-        """The call in which each tile of packed queries is a sequence of its own; the call itself without packing.
+        """The call in the form that implementations compute: a batch, or packed queries with a table of tiles.
 
-        Sequence b begins tile `offsets[b] // tokens + b`. So the tiles of all sequences are at most
-        `packed_rows // tokens + batch`, and their number follows from shapes. Where no sequence has more queries than a
-        tile, each sequence is one tile.
+        Segments are sequences, or rows between them. Segment s begins tile `start // tokens + s`. So the tiles of all
+        segments are at most `rows // tokens + segments`, and their number follows from shapes. Where no sequence of
+        packed queries has more queries than a tile, the call is a batch.
         """
-        if self.packed_rows is None:
+        if self.num_tiles is not None or (self.packed_rows is None and self.few_queries is None):
             return self
-        tokens = max(1, _TILE_ROWS // self.group_size)
-        if self.query_tokens <= tokens:
-            return replace(self, packed_rows=None)
-        if self.split_size is None:
-            # With a fixed split size, the tile must not depend on other sequences.
-            tokens = max(1, smaller_bound(self.packed_rows, tokens))
+        is_batch = self.packed_rows is None
+        rows = self.batch * self.query_tokens if self.packed_rows is None else self.packed_rows
+        if self.few_queries is not None:
+            tokens = max(1, _PROMPT_ROWS // self.group_size)
+        else:
+            tokens = max(1, _TILE_ROWS // self.group_size)
+            if self.query_tokens <= tokens:
+                return replace(self, packed_rows=None)
+            if self.split_size is None:
+                # With a fixed split size, the tile must not depend on other sequences.
+                tokens = max(1, smaller_bound(rows, tokens))
+        segments = self.batch + 2
+        if is_batch:
+            segments = self.batch * (2 if self.has_query_lengths else 1)
         return replace(
             self,
-            packed_rows=None,
-            batch=self.packed_rows // tokens + self.batch,
+            packed_rows=rows,
+            num_tiles=rows // tokens + segments,
             query_tokens=tokens,
-            has_page_table=True,
-            has_more_queries=True,
+            has_query_lengths=False,
         )
+
+    @property
+    def most_few_queries(self) -> int:
+        """`few_queries` of packed queries with prompts among them."""
+        return max(1, _FEW_ROWS // self.group_size)
 
     @property
     def is_empty(self) -> bool:

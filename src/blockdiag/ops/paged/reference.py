@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from blockdiag.common.dtypes import accumulation_dtype
+from blockdiag.ops.paged.packed import by_tiles
 from blockdiag.ops.paged.problem import PagedProblem
 
 
@@ -26,6 +27,7 @@ def supports(problem: PagedProblem) -> str | None:
     return None
 
 
+@by_tiles
 def forward(
     problem: PagedProblem,
     query: Array,

@@ -1,10 +1,11 @@
 """The Triton implementation of paged attention in JAX: the canonical call as kernel launches."""
 
+import jax.numpy as jnp
 from jax import Array
 
 from blockdiag.interop import jax_call
 from blockdiag.ops.paged.problem import PagedProblem
-from blockdiag.triton_kernels.paged.plans import PagedLaunch, supports
+from blockdiag.triton_kernels.paged.plans import launches, supports
 
 __all__ = ["available", "forward", "supports"]
 
@@ -26,10 +27,11 @@ def forward(
     score_scale: Array | None,
     key_scales: Array | None,
     value_scales: Array | None,
+    tiles: Array | None,
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Return output [B, T, N, V] and natural log-sum-exp float32 [B, T, N]."""
+    """Return output [B, T, N, V] and natural log-sum-exp float32 [B, T, N], or both of packed rows."""
     arrays: dict[str, Array | None] = {
         "query": query,
         "key": key_pages,
@@ -41,9 +43,10 @@ def forward(
         "score_scale": score_scale,
         "key_scale": key_scales,
         "value_scale": value_scales,
+        "tiles": tiles,
+        "zeros": jnp.zeros(1, jnp.int32),
     }
-    for kind in ("splits",) if problem.num_splits == 1 else ("splits", "merge"):
-        launch = PagedLaunch(problem, kind, is_portable=interpret)
+    for launch in launches(problem, is_portable=interpret):
         given = (arrays[name] for name in launch.input_names)
         results = jax_call.launch(launch, *(array for array in given if array is not None), interpret=interpret)
         arrays |= dict(zip(launch.output_names, results, strict=True))

@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from blockdiag.common.derivatives import on_common_axes
 from blockdiag.common.dtypes import accumulation_dtype
+from blockdiag.ops.paged.packed import by_tiles
 from blockdiag.ops.paged.problem import PagedProblem
 
 # Maximum keys of a tile.
@@ -58,6 +59,7 @@ class _Sums(NamedTuple):
     largest: Array
 
 
+@by_tiles
 def forward(
     problem: PagedProblem,
     query: Array,

@@ -104,6 +104,7 @@ class ForwardShape:
         no_key: `score` is at most this number where a mask hides the key.
         has_weight: whether results are multiplied by `weight`.
         takes_turns: whether the groups compute exponentials in turns.
+        is_copied: whether threads copy queries, keys and values, not the copy engine. Products then need a fence.
     """
 
     rows: int
@@ -125,6 +126,7 @@ class ForwardShape:
     no_key: float
     has_weight: bool
     takes_turns: bool
+    is_copied: bool = False
 
 
 class Matrices(NamedTuple):
@@ -180,8 +182,8 @@ def read_number(memory):
 
 @gluon.jit
 def write_number(memory, number):
-    """Write the only element of a buffer, in a function of one warp."""
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    """Write the only element of a buffer."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     memory.store(gl.full([1], number, gl.int32, LINE))
 
 
@@ -299,6 +301,8 @@ def start_scores(memory, query, query_more, number, b_none, SHAPE: gl.constexpr)
     """Start the products of queries with chunk `number`."""
     slot = number % SHAPE.slots
     mbarrier.wait(memory.key_full.index(slot), number // SHAPE.slots % 2)
+    if SHAPE.is_copied:
+        fence_async_shared()
     b_products = warpgroup_mma(query, memory.key.index(slot).permute((1, 0)), b_none, use_acc=False, is_async=True)
     if SHAPE.features_more > 0:
         b_products = warpgroup_mma(query_more, memory.key_more.index(slot).permute((1, 0)), b_products, is_async=True)
@@ -355,6 +359,8 @@ def start_values(memory, b_weights, b_output, b_more, number, SHAPE: gl.constexp
     """Start the products of weights with the values of chunk `number`."""
     slot = number % SHAPE.slots
     mbarrier.wait(memory.value_full.index(slot), number // SHAPE.slots % 2)
+    if SHAPE.is_copied:
+        fence_async_shared()
     b_output = warpgroup_mma(b_weights, memory.value.index(slot), b_output, is_async=True)
     if SHAPE.columns_more > 0:
         M: gl.constexpr = gl.DotOperandLayout(0, b_more.type.layout, 2)
@@ -415,6 +421,45 @@ def free_query(memory, count, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def attend(memory, arrays, place, numbers, query, query_more, number, count, masked, live, b_none,
+           GROUP: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+    """Attend to the chunks of item `count`, of which `number` is the first.
+
+    Returns the sums of weights times values in both parts, and of each row the largest score and the sum of weights.
+    """
+    HALF: gl.constexpr = SHAPE.rows // 2
+    COLUMNS: gl.constexpr = SHAPE.columns
+    COLUMNS_MORE: gl.constexpr = SHAPE.columns_more
+    S: gl.constexpr = b_none.type.layout
+    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
+    b_products = start_scores(memory, query, query_more, number, b_none, SHAPE)
+    if SHAPE.staging == "query" and SHAPE.query_slots > 1:
+        if count > 0:
+            free_query(memory, count - 1, SHAPE)
+    # The first chunk is computed with masks, so that there is no branch before the loop.
+    masked = gl.maximum(masked, 1)
+    b_score = finish_scores(memory, arrays, place, numbers, b_products, number, 0, masked, 0, FUNCTIONS, SHAPE)
+    b_largest = gl.max(b_score, 1)
+    b_power, _b_base = weigh(memory, b_score, b_largest, number, GROUP, SHAPE)
+    b_total = partial_sums(b_power)
+    b_weights = gl.convert_layout(b_power.to(memory.query.dtype), gl.DotOperandLayout(0, R, 2))
+    b_output = gl.zeros([HALF, COLUMNS], gl.float32, R)
+    b_more = 0
+    if COLUMNS_MORE > 0:
+        M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS_MORE, 16])
+        b_more = gl.zeros([HALF, COLUMNS_MORE], gl.float32, M)
+    visits = gl.maximum(live, 1)
+    for at in range(1, visits):
+        b_output, b_more, b_weights, b_largest, b_total = step(
+            memory, arrays, place, numbers, query, query_more, number + at, at, masked, b_output, b_more, b_weights,
+            b_largest, b_total, b_none, GROUP, FUNCTIONS, SHAPE)
+    number += visits
+    b_output, b_more = start_values(memory, b_weights, b_output, b_more, number - 1, SHAPE)
+    b_output, b_more = finish_values(memory, b_output, b_more, number - 1, SHAPE)
+    return b_output, b_more, b_largest, gl.convert_layout(gl.sum(b_total, 1), gl.SliceLayout(1, S))
+
+
+@gluon.jit
 def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, FUNCTIONS: gl.constexpr,
             SHAPE: gl.constexpr):
     """Compute the results of 64 queries of each item."""
@@ -423,8 +468,6 @@ def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, 
     COLUMNS: gl.constexpr = SHAPE.columns
     COLUMNS_MORE: gl.constexpr = SHAPE.columns_more
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
-    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
-    dtype: gl.constexpr = memory.query.dtype
     b_none = gl.zeros([HALF, CHUNK], gl.float32, S)
     number = 0
     count = 0
@@ -439,31 +482,9 @@ def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, 
         mbarrier.wait(memory.query_full.index(slot), count // SHAPE.query_slots % 2)
         query = memory.query.index(slot).slice(GROUP * HALF, HALF)
         query_more = memory.query_more.index(slot).slice(GROUP * HALF, HALF)
-        b_products = start_scores(memory, query, query_more, number, b_none, SHAPE)
-        if SHAPE.staging == "query" and SHAPE.query_slots > 1:
-            if count > 0:
-                free_query(memory, count - 1, SHAPE)
-        # The first chunk is computed with masks, so that there is no branch before the loop.
-        masked = gl.maximum(masked, 1)
-        b_score = finish_scores(memory, arrays, place, numbers, b_products, number, 0, masked, 0, FUNCTIONS, SHAPE)
-        b_largest = gl.max(b_score, 1)
-        b_power, _b_base = weigh(memory, b_score, b_largest, number, GROUP, SHAPE)
-        b_total = partial_sums(b_power)
-        b_weights = gl.convert_layout(b_power.to(dtype), gl.DotOperandLayout(0, R, 2))
-        b_output = gl.zeros([HALF, COLUMNS], gl.float32, R)
-        b_more = 0
-        if COLUMNS_MORE > 0:
-            M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS_MORE, 16])
-            b_more = gl.zeros([HALF, COLUMNS_MORE], gl.float32, M)
-        visits = gl.maximum(live, 1)
-        for at in range(1, visits):
-            b_output, b_more, b_weights, b_largest, b_total = step(
-                memory, arrays, place, numbers, query, query_more, number + at, at, masked, b_output, b_more, b_weights,
-                b_largest, b_total, b_none, GROUP, FUNCTIONS, SHAPE)
-        number += visits
-        b_output, b_more = start_values(memory, b_weights, b_output, b_more, number - 1, SHAPE)
-        b_output, b_more = finish_values(memory, b_output, b_more, number - 1, SHAPE)
-        b_sum = gl.convert_layout(gl.sum(b_total, 1), gl.SliceLayout(1, S))
+        b_output, b_more, b_largest, b_sum = attend(memory, arrays, place, numbers, query, query_more, number, count,
+                                                    masked, live, b_none, GROUP, FUNCTIONS, SHAPE)
+        number += gl.maximum(live, 1)
         # Rows without keys are 0.
         is_empty = (b_sum == 0) | (live == 0)
         b_factor = gl.where(is_empty, 0.0, 1.0 / b_sum)

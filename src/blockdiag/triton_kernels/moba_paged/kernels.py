@@ -78,7 +78,7 @@ def moba_paged_scores(arrays: ScoreArrays, scalars: ScoreScalars, SHAPE: tl.cons
     batch = tl.program_id(2)
     if tl.program_id(0) == 0:
         o_row = tl.arange(0, TILE.all_rows)
-        b_place = rows_of_heads(o_row, batch, key_head, SHAPE)
+        b_place = rows_of_heads(o_row, batch.to(tl.int64) * SHAPE.query_tokens, key_head, SHAPE)
         tl.store(arrays.arrived + b_place, 0, mask=o_row < SHAPE.query_tokens * GROUP)
     keys, queries = sequence_lengths(arrays, batch, scalars.max_keys, SHAPE)
     candidates = tl.maximum(keys - 1, 0) // SHAPE.block_size
@@ -95,12 +95,12 @@ def moba_paged_scores(arrays: ScoreArrays, scalars: ScoreScalars, SHAPE: tl.cons
             b_scores = tl.zeros([BLOCKS, ROWS], tl.float32)
             for i in tl.static_range(ROWS):
                 # One row at a time keeps the sums over columns within a warp.
-                b_place = rows_of_heads(first_row + i, batch, key_head, SHAPE)
+                b_place = rows_of_heads(first_row + i, batch.to(tl.int64) * SHAPE.query_tokens, key_head, SHAPE)
                 b_query = tl.load(arrays.query + b_place * HEAD_DIM + o_column,
                                   mask=(o_column < HEAD_DIM) & (first_row + i < queries * GROUP), other=0.0)
                 b_products = tl.sum(b_centroid * b_query.to(tl.float32)[None, :], 1)
                 b_scores = tl.where((o_row == first_row + i)[None, :], b_products[:, None], b_scores)
-            b_place = rows_of_heads(o_row, batch, key_head, SHAPE)
+            b_place = rows_of_heads(o_row, batch.to(tl.int64) * SHAPE.query_tokens, key_head, SHAPE)
             tl.store(arrays.scores + b_place[None, :] * scalars.num_candidates + o_block[:, None], b_scores,
                      mask=(o_row < queries * GROUP)[None, :] & m_block[:, None])
 

@@ -12,7 +12,8 @@ from blockdiag.triton_kernels.launch.plan import Argument
 class SplitArrays(NamedTuple):
     """The arrays of the split kernel. Arrays that a call does not have are None.
 
-    With a single split the kernel writes `output` and `log_sum`, otherwise `part` and `part_sum`.
+    With a single split the kernel writes `output` and `log_sum`, otherwise `part` and `part_sum`. `tiles` is the table
+    of `ops.paged.packed`. `counter` is not used; a launch of prompts has it, since the kernel for Hopper needs it.
     """
 
     query: Argument
@@ -21,6 +22,7 @@ class SplitArrays(NamedTuple):
     page_table: Argument
     kv_lengths: Argument
     query_lengths: Argument
+    tiles: Argument
     sinks: Argument
     score_scale: Argument
     key_scale: Argument
@@ -29,6 +31,7 @@ class SplitArrays(NamedTuple):
     log_sum: Argument
     part: Argument
     part_sum: Argument
+    counter: Argument
 
 
 class SplitScalars(NamedTuple):
@@ -53,6 +56,38 @@ class SplitScalars(NamedTuple):
     soft_cap: Argument
 
 
+class PromptArrays(NamedTuple):
+    """The arrays of the kernel of prompts on Hopper. A contiguous cache has no page table; it is then None.
+
+    `tiles` is the table of `ops.paged.packed`, and `counter` counts the items that programs have taken.
+    """
+
+    query: Argument
+    key: Argument
+    value: Argument
+    page_table: Argument
+    kv_lengths: Argument
+    tiles: Argument
+    sinks: Argument
+    output: Argument
+    log_sum: Argument
+    counter: Argument
+
+
+class PromptScalars(NamedTuple):
+    """The run-time scalars of the kernel of prompts on Hopper.
+
+    Attributes:
+        max_pages, num_pages, max_keys: see `SplitScalars`.
+        slope: factor of products in the soft cap; ignored without one.
+    """
+
+    max_pages: Argument
+    num_pages: Argument
+    max_keys: Argument
+    slope: Argument
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedShape:
     """Sizes and optional arrays of a call.
@@ -61,7 +96,9 @@ class PagedShape:
         query_tokens: queries of a sequence, including those beyond its length.
         group_size: query heads that share a key head.
         page_size: tokens of a page.
-        has_more_queries: whether query lengths may exceed `query_tokens`; see `PagedProblem`.
+        entry: the first entry of the table of tiles that the launch computes; None without a table.
+        wholes: the first entry of the table that describes a whole sequence.
+        fewest, most: of sequences with less or more queries, the launch computes nothing; None for no bound.
     """
 
     query_tokens: int
@@ -73,7 +110,10 @@ class PagedShape:
     page_size: int
     has_page_table: bool
     has_query_lengths: bool
-    has_more_queries: bool
+    entry: int | None
+    wholes: int
+    fewest: int | None
+    most: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +179,7 @@ class MergeArrays(NamedTuple):
     part: Argument
     part_sum: Argument
     query_lengths: Argument
+    tiles: Argument
     sinks: Argument
     output: Argument
     log_sum: Argument
@@ -152,6 +193,8 @@ class MergeConstants:
         query_tokens: queries of a sequence, including those beyond its length.
         value_columns: `value_dim` padded to a power of two.
         parts: parts that are loaded at once.
+        entry: see `PagedShape`; rows then lie in packed results.
+        most: of sequences with more queries, the launch merges nothing; None for no bound.
     """
 
     query_tokens: int
@@ -161,3 +204,5 @@ class MergeConstants:
     parts: int
     has_query_lengths: bool
     has_sinks: bool
+    entry: int | None = None
+    most: int | None = None

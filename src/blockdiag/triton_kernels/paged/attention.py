@@ -33,6 +33,43 @@ def sequence_lengths(arrays, batch, max_keys, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def place_of(arrays, batch, max_keys, SHAPE: tl.constexpr):
+    """Return where the queries of a program are, and what they see. Invalid lengths are clamped.
+
+    Without a table of tiles, `batch` is a sequence.
+
+    Returns:
+        The sequence, its number of keys, the number of queries, the rows that the program writes, the position of the
+        first query, and the query's row among all.
+    """
+    written = SHAPE.query_tokens
+    if SHAPE.entry is None:
+        sequence = batch
+        keys, queries = sequence_lengths(arrays, batch, max_keys, SHAPE)
+        position = keys - queries
+        row = batch.to(tl.int64) * SHAPE.query_tokens
+    else:
+        p_tile = arrays.tiles + (SHAPE.entry + batch) * 4
+        row = tl.load(p_tile).to(tl.int64)
+        written = tl.load(p_tile + 1)
+        position = tl.load(p_tile + 2)
+        sequence = tl.load(p_tile + 3)
+        is_inside = sequence >= 0
+        sequence = tl.maximum(sequence, 0)
+        if (SHAPE.fewest is not None) or (SHAPE.most is not None):
+            whole = tl.load(arrays.tiles + (SHAPE.wholes + sequence) * 4 + 1)
+            if SHAPE.fewest is not None:
+                written = tl.where(is_inside & (whole < SHAPE.fewest), 0, written)
+            if SHAPE.most is not None:
+                written = tl.where(whole > SHAPE.most, 0, written)
+        keys = tl.minimum(tl.maximum(tl.load(arrays.kv_lengths + sequence), 0), max_keys)
+        # Rows that belong to no sequence have neither queries nor keys.
+        queries = tl.where(is_inside, written, 0)
+        keys = tl.where(queries > 0, keys, 0)
+    return sequence, keys, queries, written, position, row
+
+
+@triton.jit
 def split_bounds(split, num_splits, split_size, keys, start):
     """Return the bounds [first, end) of one split of the keys [start, keys)."""
     if split_size == 0:
@@ -65,14 +102,14 @@ def cache_rows(arrays, scalars, o_key, m_key, batch, SHAPE: tl.constexpr, SPAN: 
 
 
 @triton.jit
-def rows_of_heads(o_row, batch, key_head, SHAPE: tl.constexpr):
-    """Return the rows of [batch, query_tokens, query_heads] for a tile's rows.
+def rows_of_heads(o_row, first, key_head, SHAPE: tl.constexpr):
+    """Return the rows of [queries, query_heads] for a tile's rows, from the row of its first query.
 
     The tile's rows go query by query, with the heads of one key head for each.
     """
     b_token = o_row // SHAPE.group_size
     b_head = key_head * SHAPE.group_size + o_row % SHAPE.group_size
-    return (batch.to(tl.int64) * SHAPE.query_tokens + b_token) * SHAPE.query_heads + b_head
+    return (first + b_token) * SHAPE.query_heads + b_head
 
 
 @triton.jit
@@ -167,11 +204,10 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
     split = tl.program_id(0) // TILE.row_tiles
     key_head = tl.program_id(1)
     batch = tl.program_id(2)
-    keys, queries = sequence_lengths(arrays, batch, scalars.max_keys, SHAPE)
-    # The position of the first query.
-    first_query = keys - queries
-    if SHAPE.has_more_queries:
-        first_query = keys - tl.load(arrays.query_lengths + batch)
+    sequence, keys, queries, written, first_query, query_row = place_of(arrays, batch, scalars.max_keys, SHAPE)
+    if OPTIONS.is_causal and (SHAPE.entry is not None):
+        # The keys after a tile's last query are left out, so that splits divide the others.
+        keys = tl.minimum(keys, tl.maximum(first_query + queries, 0))
     first_row = tl.program_id(0) % TILE.row_tiles * ROWS
     o_row = first_row + tl.arange(0, ROWS)
     m_row = o_row < queries * GROUP
@@ -189,8 +225,11 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
         end = tl.minimum(end, last_position + 1)
     elif RIGHT is not None:
         end = tl.minimum(end, last_position + RIGHT + 1)
+    if SHAPE.entry is not None:
+        # Tiles may have fewer rows than programs for them.
+        end = tl.where(first_row < queries * GROUP, end, first)
 
-    b_place = rows_of_heads(o_row, batch, key_head, SHAPE)
+    b_place = rows_of_heads(o_row, query_row, key_head, SHAPE)
     # Even and odd columns of eight-bit keys and values are multiplied separately.
     KEY_STEP: tl.constexpr = 1 if KEY_KIND is None else 2
     VALUE_STEP: tl.constexpr = 1 if VALUE_KIND is None else 2
@@ -201,7 +240,7 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
     b_query = load_query(arrays.query, b_place, o_column * KEY_STEP, m_row, SHAPE, ROW_AXIS)
     b_factor = tl.zeros([ROWS], tl.float32) + scalars.scale
     if OPTIONS.has_score_scale:
-        b_factor *= tl.load(arrays.score_scale + batch * SHAPE.key_heads + key_head)
+        b_factor *= tl.load(arrays.score_scale + sequence * SHAPE.key_heads + key_head)
     if KEY_KIND is not None:
         # float16 represents all eight-bit floats. Queries are scaled by a power of two to a maximum below 2, so that
         # they fit float16, too.
@@ -231,7 +270,7 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
     for at in tl.range(first, end, KEYS, num_stages=TILE.loop_stages):
         o_key = at + tl.arange(0, KEYS)
         m_key = o_key < end
-        b_cache = cache_rows(arrays, scalars, o_key, m_key, batch, SHAPE, SPAN)
+        b_cache = cache_rows(arrays, scalars, o_key, m_key, sequence, SHAPE, SPAN)
         b_cache = b_cache * SHAPE.key_heads + key_head
         m_key_tile = along(m_key, KEY_AXIS) & along(m_column, ROW_AXIS)
         m_value_tile = along(m_key, ROW_AXIS) & along(m_value, KEY_AXIS)
@@ -299,9 +338,9 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
         b_max = b_new_max
     b_norm = tl.where(b_sum == 0, 0.0, 1.0 / b_sum)
     if OPTIONS.value_scale == "head":
-        b_norm *= tl.load(arrays.value_scale + batch * SHAPE.key_heads + key_head)
+        b_norm *= tl.load(arrays.value_scale + sequence * SHAPE.key_heads + key_head)
     b_log_sum = tl.where(b_sum == 0, float("-inf"), b_max + tl.log2(b_sum))
-    m_there = o_row < SHAPE.query_tokens * GROUP
+    m_there = o_row < written * GROUP
     if OPTIONS.is_whole:
         target = arrays.output
         b_norm = tl.where(m_row, b_norm, 0.0)
@@ -311,6 +350,8 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
         target = arrays.part
         # Parts of rows that saw no key are not stored, because the merge ignores them.
         m_store = m_row & (b_sum != 0)
+        if SHAPE.entry is not None:
+            b_place = rows_of_heads(o_row, batch.to(tl.int64) * SHAPE.query_tokens, key_head, SHAPE)
         b_place += split.to(tl.int64) * tl.num_programs(2) * (SHAPE.query_tokens * SHAPE.query_heads)
         tl.store(arrays.part_sum + b_place, tl.where(m_row, b_log_sum, float("-inf")), mask=m_there)
     b_norm = along(b_norm, ROW_AXIS)
@@ -323,12 +364,25 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
 def merge_row(arrays, row, rows, num_parts, MERGE: tl.constexpr):
     """Merge the parts of one row of [batch, query_tokens, query_heads] in a fixed order and store the result.
 
-    MERGE is a MergeConstants.
+    With a table of tiles, it is stored in the row's place among the packed ones. MERGE is a MergeConstants.
     """
     PARTS: tl.constexpr = MERGE.parts
     VALUE_COLUMNS: tl.constexpr = MERGE.value_columns
     o_value = tl.arange(0, VALUE_COLUMNS)
     m_value = o_value < MERGE.value_dim
+    place = row
+    is_there = True
+    if MERGE.entry is not None:
+        token = (row // MERGE.query_heads % MERGE.query_tokens).to(tl.int32)
+        p_tile = arrays.tiles + (MERGE.entry + row // (MERGE.query_heads * MERGE.query_tokens)) * 4
+        written = tl.load(p_tile + 1)
+        is_there = token < written
+        if MERGE.most is not None:
+            is_there = is_there & (written <= MERGE.most)
+        is_inside = tl.load(p_tile + 3) >= 0
+        place = (tl.load(p_tile).to(tl.int64) + token) * MERGE.query_heads + row % MERGE.query_heads
+        num_parts = tl.where(is_there & is_inside, num_parts, 0)
+        m_value = m_value & is_there
     largest = float("-inf")
     if MERGE.has_sinks:
         largest = tl.load(arrays.sinks + row % MERGE.query_heads) * LOG2_E
@@ -337,6 +391,8 @@ def merge_row(arrays, row, rows, num_parts, MERGE: tl.constexpr):
             token = row // MERGE.query_heads % MERGE.query_tokens
             queries = tl.load(arrays.query_lengths + row // (MERGE.query_heads * MERGE.query_tokens))
             largest = tl.where(token < queries, largest, float("-inf"))
+        if MERGE.entry is not None:
+            largest = tl.where(is_inside, largest, float("-inf"))
     total = tl.where(largest == float("-inf"), 0.0, 1.0)
     b_output = tl.zeros([VALUE_COLUMNS], tl.float32)
     for first in range(0, num_parts, PARTS):
@@ -357,11 +413,11 @@ def merge_row(arrays, row, rows, num_parts, MERGE: tl.constexpr):
         total = total * shrink + tl.sum(b_weight, 0)
         largest = new_largest
     norm = tl.where(total == 0, 0.0, 1.0 / total)
-    p_output = arrays.output + row * MERGE.value_dim + o_value
+    p_output = arrays.output + place * MERGE.value_dim + o_value
     tl.store(p_output, (b_output * norm).to(arrays.output.dtype.element_ty), mask=m_value)
     # `tl.maximum` drops NaN. For a row of NaN scores `largest` is still -inf, and the total is NaN.
     log_sum = tl.where(total == 0, float("-inf"), (largest + tl.log2(total)) * LOG_2)
-    tl.store(arrays.log_sum + row, log_sum)
+    tl.store(arrays.log_sum + place, log_sum, mask=is_there)
 
 
 @triton.jit

@@ -1,15 +1,18 @@
 """Tile configurations of paged attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, ELEMENT_TYPES
 from blockdiag.ops.paged.problem import PagedProblem
+from blockdiag.triton_kernels.launch.compile import shared_limit
 from blockdiag.triton_kernels.launch.compiler_versions import Adjustment
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2, uses_mma_sync
 
 # Splits begin at multiples of this number of keys unless their size is given.
 SPLIT_GRAIN = 64
 
+# Shared memory for what is neither queries nor keys and values, with some room.
+_OTHER_BYTES = 6 << 10
 # Splits of at most this many keys are short.
 _SHORT_SPLIT = 512
 
@@ -53,7 +56,20 @@ def row_tile(problem: PagedProblem) -> int:
 
 
 def split_config(problem: PagedProblem, arch: int) -> SplitConfig:
-    """Return the configuration of a launch.
+    """Return the configuration of a launch, with no more stages than fit into shared memory."""
+    config, limit = _preferred_config(problem, arch), shared_limit(arch)
+    if limit is None:
+        return config
+    query = config.rows * problem.head_dim * ELEMENT_TYPES[problem.query_dtype].bytes
+    key, value = ELEMENT_TYPES[problem.key_dtype], ELEMENT_TYPES[problem.value_dtype]
+    each = config.keys * (problem.head_dim * key.bytes + problem.value_dim * value.bytes)
+    # One stage is in registers.
+    stages = 1 + max(0, limit - _OTHER_BYTES - query) // each
+    return replace(config, loop_stages=min(config.loop_stages, stages))
+
+
+def _preferred_config(problem: PagedProblem, arch: int) -> SplitConfig:
+    """Return the configuration of a launch regardless of shared memory.
 
     Of the tiles tried on an H200 these read the cache fastest, with two or three programs on a multiprocessor.
     """
@@ -78,4 +94,14 @@ def split_config(problem: PagedProblem, arch: int) -> SplitConfig:
         # With many rows there are not enough registers for both widened tiles and the scales of tokens.
         is_plain = problem.key_scale == "none" and problem.value_scale != "token"
         keys, num_warps = 128 if rows < 32 or (rows == 32 and arch == 90 and is_plain) else 64, 4
+        if rows == 64 and arch != 90:
+            num_warps = 8  # with 4, a thread spills up to a kilobyte (offline reports; not measured on a GPU)
     return SplitConfig(rows=rows, keys=keys // (1 if widest <= 128 else 2), num_warps=num_warps, loop_stages=5)
+
+
+def prompt_slots(head_dim: int) -> tuple[int, int, int]:
+    """Return the keys of a chunk, the slots of chunks, and the slots of queries of the kernel of prompts on Hopper.
+
+    They fill shared memory: 128 queries in each of their slots, and a chunk of keys and values in each of the others.
+    """
+    return {64: (128, 4, 2), 128: (128, 2, 2), 256: (64, 2, 1)}[head_dim]

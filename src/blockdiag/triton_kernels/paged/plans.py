@@ -1,6 +1,7 @@
 """Launch plans of paged attention: attention to the splits of the keys, and the merge of the splits."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, KERNEL_FLOATS, lacking_dtype
@@ -20,15 +21,17 @@ from blockdiag.triton_kernels.paged.arguments import (
     MergeArrays,
     MergeConstants,
     PagedShape,
+    PromptArrays,
+    PromptScalars,
     SplitArrays,
     SplitOptions,
     SplitScalars,
     SplitTile,
 )
-from blockdiag.triton_kernels.paged.configs import ADJUSTMENTS, SPLIT_GRAIN, split_config
+from blockdiag.triton_kernels.paged.configs import ADJUSTMENTS, SPLIT_GRAIN, prompt_slots, split_config
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
-Kind = Literal["splits", "merge"]
+Kind = Literal["prompts", "splits", "merge"]
 
 
 def supports(problem: PagedProblem) -> str | None:
@@ -38,8 +41,9 @@ def supports(problem: PagedProblem) -> str | None:
     )
     if reason is not None:
         return reason
-    rows = problem.batch * problem.query_tokens * problem.query_heads
-    if rows >= 2**31 or problem.max_keys >= 2**31 or max(problem.batch, problem.key_heads) > 65535:
+    entries = problem.batch if problem.num_tiles is None else problem.num_tiles
+    rows = entries * problem.query_tokens * problem.query_heads
+    if rows >= 2**31 or problem.max_keys >= 2**31 or max(entries, problem.key_heads) > 65535:
         return "the call has more rows, keys, sequences or heads than the kernels can count; split the batch"
     return None
 
@@ -80,13 +84,51 @@ def _kind_of(dtype: str) -> Any:
     return {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}.get(dtype)
 
 
+# Hopper has 50 MB of L2.
+_STREAMED_BYTES = 32 << 20
+LOG2_E = math.log2(math.e)
+# Masked scores are less.
+NO_KEY = -3e38
+
+
+def _is_for_hopper(problem: PagedProblem, target: Target) -> bool:
+    """Return whether the kernel of prompts for Hopper computes a call."""
+    dtypes = {problem.query_dtype, problem.key_dtype, problem.value_dtype}
+    has_scales = problem.has_score_scale or problem.key_scale != "none" or problem.value_scale != "none"
+    return (
+        target.arch == 90
+        and dtypes in ({"bfloat16"}, {"float16"})
+        and problem.head_dim == problem.value_dim
+        and problem.head_dim in (64, 128, 256)
+        and problem.group_size <= 128
+        and not has_scales
+        # Exponents are scores times a positive factor.
+        and problem.scale > 0
+        and problem.num_pages * problem.page_size < 2**31
+    )
+
+
+def launches(problem: PagedProblem, *, is_portable: bool = False) -> "list[PagedLaunch]":
+    """Return the launches of a call, in order. See `PagedLaunch`."""
+    kinds: list[Kind] = [] if problem.few_queries is None else ["prompts"]
+    if problem.few_queries != 0:
+        kinds.append("splits")
+        if problem.num_splits > 1:
+            kinds.append("merge")
+    return [PagedLaunch(problem, kind, is_portable) for kind in kinds]
+
+
 @dataclass(frozen=True, slots=True)
 class PagedLaunch:
     """One kernel launch of paged attention; a KernelSpec.
 
+    With `few_queries`, sequences with more queries are prompts. Later launches then write the results of the others
+    into the arrays that the launch of prompts has returned.
+
     Attributes:
-        problem: the call.
-        kind: "splits" for attention to each split of the keys, or "merge" for the merge of the splits.
+        problem: the call, as `PagedProblem.tiled` returns it.
+        kind: "prompts" for prompts, "splits" for attention to each split of the keys, or "merge" for the merge of the
+            splits.
         is_portable: whether to use only operations that Triton's interpreter supports, on every target.
     """
 
@@ -106,46 +148,82 @@ class PagedLaunch:
         optional = {
             "page_table": problem.has_page_table,
             "query_lengths": problem.has_query_lengths,
+            "tiles": problem.num_tiles is not None,
             "sinks": problem.has_sinks,
             "score_scale": problem.has_score_scale,
             "key_scale": problem.key_scale != "none",
             "value_scale": problem.value_scale != "none",
         }
         if self.kind == "merge":
-            names = ("part", "part_sum", "query_lengths", "sinks")
+            names = ("part", "part_sum", "query_lengths", "tiles", "sinks")
         else:
             names = ("query", "key", "value", "page_table", "kv_lengths", *list(optional)[1:])
-        return tuple(name for name in names if optional.get(name, True))
+        names = tuple(name for name in names if optional.get(name, True))
+        if self.kind == "prompts":
+            return (*names, "zeros")
+        return (*names, *self.output_names) if self._completes else names
 
     @property
     def output_names(self) -> tuple[str, ...]:
         """The arrays that the launch writes, in order."""
+        if self.kind == "prompts":
+            return ("output", "log_sum", "counter")
         is_last = self.kind == "merge" or self.problem.num_splits == 1
         return ("output", "log_sum") if is_last else ("part", "part_sum")
 
     @property
+    def _completes(self) -> bool:
+        """Whether the launch writes into the results of the launch of prompts."""
+        is_last = self.kind == "merge" or (self.kind == "splits" and self.problem.num_splits == 1)
+        return is_last and self.problem.few_queries is not None
+
+    @property
+    def _own(self) -> PagedProblem:
+        """The problem in which the tiles, or the sequences, of this launch are a batch."""
+        problem = self.problem
+        if problem.num_tiles is None:
+            return problem
+        if problem.few_queries is None or self.kind == "prompts":
+            splits = 1 if self.kind == "prompts" else problem.num_splits
+            return replace(problem, batch=problem.num_tiles, num_splits=splits)
+        return replace(problem, query_tokens=problem.few_queries)
+
+    @property
+    def _entry(self) -> int | None:
+        """The first entry of the table of tiles that this launch computes; None without a table."""
+        problem = self.problem
+        if problem.num_tiles is None:
+            return None
+        return 0 if problem.few_queries is None or self.kind == "prompts" else problem.num_tiles
+
+    @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The specs of the arrays that the launch reads."""
-        return tuple(map(self.array_spec, self.input_names))
+        """Specs of the arrays that the launch reads."""
+        return tuple(self.array_spec(name) for name in self.input_names)
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The specs of the arrays that the launch writes."""
-        return tuple(map(self.array_spec, self.output_names))
+        """Specs of the arrays that the launch writes."""
+        return tuple(self.array_spec(name) for name in self.output_names)
 
     def plan(self, target: Target) -> LaunchPlan:
         """Return the launch plan for `target`."""
-        return self._merge_plan() if self.kind == "merge" else self._split_plan(target)
+        if self.kind == "merge":
+            return self._merge_plan()
+        if self.kind == "prompts" and not self.is_portable and _is_for_hopper(self.problem, target):
+            return self._hopper_plan(target)
+        return self._split_plan(target)
 
     def array_spec(self, name: str) -> TensorSpec:
         """Return the spec of an array of the call, by name."""
-        problem = self.problem
-        rows = (problem.batch, problem.query_tokens, problem.query_heads)
+        problem, own = self.problem, self._own
+        rows = own.batch, own.query_tokens, own.query_heads
+        whole = rows if problem.packed_rows is None else (problem.packed_rows, problem.query_heads)
         pool = (problem.num_pages, problem.page_size, problem.key_heads)
         by_head = (problem.batch, problem.key_heads)
         match name:
             case "query":
-                return TensorSpec((*rows, problem.head_dim), problem.query_dtype)
+                return TensorSpec((*whole, problem.head_dim), problem.query_dtype)
             case "key":
                 return TensorSpec((*pool, problem.head_dim), problem.key_dtype)
             case "value":
@@ -154,6 +232,10 @@ class PagedLaunch:
                 return TensorSpec((problem.batch, problem.max_pages), "int32")
             case "kv_lengths" | "query_lengths":
                 return TensorSpec((problem.batch,), "int32")
+            case "tiles":
+                return TensorSpec(((problem.num_tiles or 0) + problem.batch, 4), "int32")
+            case "zeros" | "counter":
+                return TensorSpec((1,), "int32")
             case "sinks":
                 return TensorSpec((problem.query_heads,), "float32")
             case "score_scale":
@@ -163,19 +245,89 @@ class PagedLaunch:
             case "value_scale":
                 return TensorSpec(pool if problem.value_scale == "token" else by_head, "float32")
             case "output":
-                return TensorSpec((*rows, problem.value_dim), problem.output_dtype)
+                return TensorSpec((*whole, problem.value_dim), problem.output_dtype)
             case "log_sum":
-                return TensorSpec(rows, "float32")
+                return TensorSpec(whole, "float32")
             case "part":
-                return TensorSpec((problem.num_splits, *rows, problem.value_dim), "float32")
+                return TensorSpec((own.num_splits, *rows, problem.value_dim), "float32")
             case "part_sum":
-                return TensorSpec((problem.num_splits, *rows), "float32")
+                return TensorSpec((own.num_splits, *rows), "float32")
         raise KeyError(name)
+
+    @property
+    def _aliases(self) -> tuple[tuple[int, int], ...]:
+        inputs, outputs = self.input_names, self.output_names
+        shared = {name: name for name in outputs} | {"zeros": "counter"}
+        return tuple((i, outputs.index(shared[name])) for i, name in enumerate(inputs) if shared.get(name) in outputs)
+
+    def _hopper_plan(self, target: Target) -> LaunchPlan:
+        from blockdiag.triton_kernels.paged.hopper_prompts import PromptShape, paged_prompts
+
+        problem, tiles = self.problem, self.problem.num_tiles
+        assert tiles is not None and problem.few_queries is not None
+        left, right = problem.window
+        if problem.is_causal:
+            right = 0 if right is None else min(right, 0)
+        chunk, slots, query_slots = prompt_slots(problem.head_dim)
+        shape = PromptShape(
+            rows=128,
+            chunk=chunk,
+            features=problem.head_dim,
+            columns=problem.value_dim,
+            features_more=0,
+            columns_more=0,
+            slots=slots,
+            query_slots=query_slots,
+            query_tiles=0,
+            chunks=0,
+            lines=0,
+            together=max(1, min(problem.key_heads, _STREAMED_BYTES // (problem.max_keys * problem.head_dim * 4))),
+            masks="some",
+            is_listed=True,
+            staging="none",
+            unit=(problem.scale if problem.soft_cap is None else problem.soft_cap) * LOG2_E,
+            no_key=NO_KEY,
+            has_weight=False,
+            takes_turns=False,
+            is_copied=True,
+            tiles=tiles,
+            query_heads=problem.query_heads,
+            key_heads=problem.key_heads,
+            group=problem.group_size,
+            page_size=problem.page_size,
+            few=problem.few_queries,
+            left=left,
+            right=right,
+            has_page_table=problem.has_page_table,
+            has_soft_cap=problem.soft_cap is not None,
+            has_sinks=problem.has_sinks,
+        )
+        slope = 0.0 if problem.soft_cap is None else 2 * LOG2_E * problem.scale / problem.soft_cap
+        return LaunchPlan(
+            name=self.name,
+            kernel=paged_prompts,
+            grid=(min(tiles * problem.key_heads, target.num_sms), 1, 1),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            aliases=self._aliases,
+            arguments={
+                "arrays": array_group(PromptArrays, self.input_names, self.output_names),
+                "scalars": scalar_group(
+                    PromptScalars,
+                    max_pages=problem.max_pages,
+                    num_pages=problem.num_pages,
+                    max_keys=problem.max_keys,
+                    slope=Scalar(slope, "fp32"),
+                ),
+                "SHAPE": Constexpr(shape),
+            },
+            options=CompileOptions(num_warps=4),
+        )
 
     def _split_plan(self, target: Target) -> LaunchPlan:
         from blockdiag.triton_kernels.paged.attention import paged_splits
 
-        problem = self.problem
+        problem, few = self._own, self.problem.few_queries
         if lacking_dtype(target.arch, problem.query_dtype, problem.key_dtype, problem.value_dtype):
             raise NotImplementedError(
                 f"float8_e4m3fn needs compute capability 8.9 or higher, and this GPU has {target.arch / 10}; use "
@@ -197,7 +349,10 @@ class PagedLaunch:
             page_size=problem.page_size,
             has_page_table=problem.has_page_table,
             has_query_lengths=problem.has_query_lengths,
-            has_more_queries=problem.has_more_queries,
+            entry=self._entry,
+            wholes=problem.num_tiles or 0,
+            fewest=few + 1 if few and self.kind == "prompts" else None,
+            most=few if few and self.kind == "splits" else None,
         )
         tile = SplitTile(
             rows=config.rows,
@@ -231,6 +386,7 @@ class PagedLaunch:
             grid=(max(1, problem.num_splits * row_tiles), problem.key_heads, problem.batch),
             inputs=self.inputs,
             outputs=self.outputs,
+            aliases=self._aliases,
             arguments={
                 "arrays": array_group(SplitArrays, self.input_names, self.output_names),
                 "scalars": scalar_group(
@@ -253,19 +409,21 @@ class PagedLaunch:
     def _merge_plan(self) -> LaunchPlan:
         from blockdiag.triton_kernels.paged.attention import paged_merge
 
-        problem = self.problem
+        problem = self._own
         rows = problem.batch * problem.query_tokens * problem.query_heads
+        merge = merge_constants(problem, max(16, next_power_of_2(problem.value_dim)))
         return LaunchPlan(
             name=self.name,
             kernel=paged_merge,
             grid=(max(1, rows), 1, 1),
             inputs=self.inputs,
             outputs=self.outputs,
+            aliases=self._aliases,
             arguments={
                 "arrays": array_group(MergeArrays, self.input_names, self.output_names),
                 "rows": Scalar(rows, "i32"),
                 "num_splits": Scalar(problem.num_splits, "i32"),
-                "MERGE": Constexpr(merge_constants(problem, max(16, next_power_of_2(problem.value_dim)))),
+                "MERGE": Constexpr(replace(merge, entry=self._entry, most=self.problem.few_queries)),
             },
             options=CompileOptions(num_warps=4),
         )

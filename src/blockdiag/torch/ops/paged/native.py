@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from blockdiag.ops.paged.problem import PagedProblem
-from blockdiag.torch.launches import Launches, Remembered, dense
+from blockdiag.torch.launches import Launches, Remembered, dense, reshaped
 from blockdiag.torch.operator import Unsupported
 from blockdiag.torch.ops.moba.tables import clip_offsets, rows_to_sequences
 from blockdiag.torch.ops.paged.operators import PagedArguments, check_layout, describe, page_tensors
-from blockdiag.triton_kernels.paged.plans import PagedLaunch, supports
+from blockdiag.triton_kernels.paged.plans import launches, supports
+from blockdiag.triton_kernels.paged.tables import TilesLaunch
 
 _REMEMBERED_CONSTANTS = 1024
 
@@ -30,8 +31,8 @@ class _Prepared:
         reason = supports(problem.tiled)
         if reason is not None:
             raise Unsupported(reason)
-        kinds: tuple[Any, ...] = ("splits",) if problem.num_splits == 1 else ("splits", "merge")
-        self._launches = Launches([PagedLaunch(problem.tiled, kind) for kind in kinds], arguments.query.device.index)
+        steps: list[Any] = [] if problem.tiled.num_tiles is None else [TilesLaunch(problem)]
+        self._launches = Launches([*steps, *launches(problem.tiled)], arguments.query.device.index)
 
     def attend(self, arguments: PagedArguments) -> Results:
         """Return the output and the log-sum-exp."""
@@ -39,21 +40,22 @@ class _Prepared:
         rows, query_lengths = query.shape[0], arguments.query_lengths
         if 0 in (problem.batch, problem.query_tokens, rows):
             return no_results(problem, query.shape[:-1], query.device)
-        if offsets is not None:
-            offsets = clip_offsets(offsets, rows)
         sinks = None if arguments.sinks is None else arguments.sinks.float()
         if self._is_empty:
-            return self._without_keys(arguments, offsets, sinks)
+            return self._without_keys(arguments, None if offsets is None else clip_offsets(offsets, rows), sinks)
         arrays = cache_arrays(problem, arguments)
         arrays["query"], arrays["query_lengths"] = query, query_lengths
-        if offsets is not None:
-            arrays |= _to_tiles(problem, arrays, offsets)
+        if problem.tiled.num_tiles is not None:
+            arrays["query"] = query.reshape(-1, *query.shape[-2:])
+            arrays["query_offsets"] = None if offsets is None else dense(offsets)
+        elif offsets is not None:
+            offsets = clip_offsets(offsets, rows)
+            arrays |= _sequences_as_tiles(problem, query, offsets)
         for name in ("query", "query_lengths"):
             arrays[name] = None if arrays[name] is None else dense(arrays[name])
         arrays["sinks"] = None if sinks is None else dense(sinks)
         self._launches(arrays)
-        results = arrays["output"], arrays["log_sum"]
-        return results if offsets is None else _from_tiles(problem, results, offsets)
+        return _callers_results(problem, (arrays["output"], arrays["log_sum"]), offsets)
 
     def _without_keys(
         self, arguments: PagedArguments, offsets: torch.Tensor | None, sinks: torch.Tensor | None
@@ -183,68 +185,37 @@ def no_keys(
 # Packed queries, see `blockdiag.ops.paged.packed`
 
 
-def _to_tiles(problem: PagedProblem, arrays: dict[str, Any], offsets: torch.Tensor) -> dict[str, Any]:
-    """Return the arrays of `problem.tiled` that differ from those of the call with packed queries."""
-    tiled, device = problem.tiled, offsets.device
-    starts, lengths = offsets[:-1], offsets.diff()
-    tokens = torch.arange(tiled.query_tokens, dtype=torch.int32, device=device)
-    if tiled.batch == problem.batch:
-        return {"query": _rows_of(arrays["query"], starts[:, None] + tokens), "query_lengths": lengths}
-    tile = torch.arange(tiled.batch, dtype=torch.int32, device=device)
-    first_tiles = _first_tiles(tiled, starts)
-    sequence = (torch.searchsorted(first_tiles, tile, right=True) - 1).clamp(min=0)
-    first = (tile - first_tiles[sequence]) * tiled.query_tokens
-    remaining = (lengths[sequence] - first).clamp(min=0)
-    count = remaining.clamp(max=tiled.query_tokens)
-    keys = arrays["kv_lengths"].clamp(0, problem.max_keys)[sequence]
-    if problem.is_causal:
-        keys, remaining = keys - remaining + count, count
-    table = arrays["page_table"]
-    found = {
-        "query": _rows_of(arrays["query"], (starts[sequence] + first)[:, None] + tokens),
-        "query_lengths": remaining,
-        "kv_lengths": torch.where(count > 0, keys, 0).int(),
-        # Without a table, sequence b is page b.
-        "page_table": sequence[:, None].int() if table is None else table[sequence],
-    }
-    if problem.has_score_scale:
-        found["score_scale"] = arrays["score_scale"][sequence]
-    if problem.value_scale == "head":
-        found["value_scale"] = arrays["value_scale"][sequence]
-    return found
-
-
-def _first_tiles(tiled: PagedProblem, starts: torch.Tensor) -> torch.Tensor:
-    """Return the first tile of each sequence."""
-    return starts // tiled.query_tokens + torch.arange(starts.shape[0], dtype=torch.int32, device=starts.device)
-
-
-def _rows_of(packed: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """Gather rows [tiles, T] of packed queries [rows, N, H]."""
+def _sequences_as_tiles(problem: PagedProblem, query: torch.Tensor, offsets: torch.Tensor) -> dict[str, Any]:
+    """Return packed queries and their lengths as a batch, for sequences that have at most one tile each."""
+    tokens = torch.arange(problem.tiled.query_tokens, dtype=torch.int32, device=query.device)
+    row = offsets[:-1, None] + tokens
     # Not every operation supports 8-bit floats, so rows are gathered as bytes.
-    bits = packed.view(torch.uint8) if packed.dtype.itemsize == 1 else packed
-    bits = bits.index_select(0, row.clamp(max=packed.shape[0] - 1).view(-1)).view(*row.shape, *packed.shape[1:])
-    return bits.view(packed.dtype)
+    bits = query.view(torch.uint8) if query.dtype.itemsize == 1 else query
+    bits = bits.index_select(0, row.clamp(max=query.shape[0] - 1).view(-1)).view(*row.shape, *query.shape[1:])
+    return {"query": bits.view(query.dtype), "query_lengths": offsets.diff()}
 
 
-def _from_tiles(problem: PagedProblem, results: Results, offsets: torch.Tensor) -> Results:
-    """Return results [rows, ...] from those of tiles; NaN for sequences that are longer than their only tile."""
-    tiled, rows = problem.tiled, problem.packed_rows
+def _callers_results(problem: PagedProblem, results: Results, offsets: torch.Tensor | None) -> Results:
+    """Return results in the form of the call's queries; NaN for sequences that are longer than the call says."""
+    tiled = problem.tiled
+    output, log_sum = results
+    if offsets is None:
+        if tiled.num_tiles is None:
+            return results
+        rows = problem.batch, problem.query_tokens, problem.query_heads
+        return reshaped(output, (*rows, problem.value_dim)), reshaped(log_sum, rows)
+    if tiled.num_tiles is not None:
+        return results
+    rows = problem.packed_rows
     assert rows is not None, "queries are packed"
     sequence, is_inside = rows_to_sequences(offsets, rows)
     within = torch.arange(rows, dtype=torch.int32, device=offsets.device) - offsets[sequence]
-    if tiled.batch == problem.batch:
-        index = sequence * tiled.query_tokens + within.clamp(0, tiled.query_tokens - 1)
-        is_bad = offsets.diff()[sequence] > problem.query_tokens
-    else:
-        tile = _first_tiles(tiled, offsets[:-1])[sequence] + within // tiled.query_tokens
-        index = tile * tiled.query_tokens + within % tiled.query_tokens
-        index, is_bad = index.clamp(0, tiled.batch * tiled.query_tokens - 1), torch.zeros_like(is_inside)
+    index = sequence * tiled.query_tokens + within.clamp(0, tiled.query_tokens - 1)
+    is_bad = offsets.diff()[sequence] > problem.query_tokens
 
     def packed(x: torch.Tensor, outside: float) -> torch.Tensor:
         bad, given = (mask.view(-1, *[1] * (x.ndim - 2)) for mask in (is_bad, is_inside))
         values = x.flatten(0, 1).index_select(0, index).masked_fill(bad, torch.nan)
         return values.masked_fill(~given, outside)
 
-    output, log_sum = results
     return packed(output, 0.0), packed(log_sum, -torch.inf)

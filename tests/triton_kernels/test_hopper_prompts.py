@@ -1,0 +1,132 @@
+"""The kernel of prompts for Hopper, in the interpreter: results, schedules of its warps, and the order of accesses."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag.common.shards import Part
+from blockdiag.ops.paged import reference
+from blockdiag.ops.paged.packed import canonical_queries
+from blockdiag.ops.paged.problem import PagedProblem
+from blockdiag.triton_kernels.launch.plan import Target
+from blockdiag.triton_kernels.paged.plans import PagedLaunch
+from tests.fusion.gluon_interpreter import interpret_gluon
+from tests.fusion.gluon_protocol import Slow
+
+BASE = PagedProblem(
+    batch=3,
+    query_tokens=150,
+    query_heads=4,
+    key_heads=2,
+    head_dim=64,
+    value_dim=64,
+    query_dtype="bfloat16",
+    key_dtype="bfloat16",
+    value_dtype="bfloat16",
+    output_dtype="bfloat16",
+    num_pages=40,
+    page_size=16,
+    max_pages=20,
+    scale=0.125,
+    packed_rows=150,
+    few_queries=4,
+)
+PROBLEMS = {
+    "causal": BASE,
+    "window": dataclasses.replace(BASE, window=(100, None)),
+    "both sides, soft cap": dataclasses.replace(BASE, is_causal=False, window=(100, 20), soft_cap=5.0),
+    "all keys, sinks": dataclasses.replace(BASE, is_causal=False, has_sinks=True),
+    "sinks, pages of 1": dataclasses.replace(BASE, has_sinks=True, page_size=1, num_pages=640, max_pages=320),
+    "group of 3, contiguous": dataclasses.replace(
+        BASE, query_heads=6, has_page_table=False, num_pages=3, page_size=320, max_pages=1
+    ),
+    "float16, heads of 128": dataclasses.replace(
+        BASE, query_heads=2, head_dim=128, value_dim=128, query_dtype="float16", key_dtype="float16",
+        value_dtype="float16", output_dtype="float16",
+    ),
+    "heads of 256": dataclasses.replace(BASE, query_heads=2, key_heads=1, head_dim=256, value_dim=256),
+}  # fmt: skip
+# The first sequence has too few queries, and the rows after the last one belong to none.
+KEYS, OFFSETS = [9, 300, 130], [0, 3, 63, 140]
+# The delays of the partitions, in seconds: the two compute groups, and load.
+SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE = (0, 0, 1e-3), (1e-3, 0, 0), (5e-4, 5e-4, 0)
+
+
+def inputs_of(problem):
+    """Return the arrays of a call by name; rows of pages that no sequence has are NaN."""
+    generator = np.random.default_rng(0)
+    dtype = jnp.dtype(problem.query_dtype)
+    pool = (problem.num_pages, problem.page_size, problem.key_heads, problem.head_dim)
+    # Sequences share pages if the pool has not enough of them.
+    table = np.resize(generator.permutation(problem.num_pages), (problem.batch, problem.max_pages)).astype(np.int32)
+    if not problem.has_page_table:
+        table = np.arange(problem.batch, dtype=np.int32)[:, None]
+    is_used = np.zeros(pool[:2], bool)
+    for pages, length in zip(table, KEYS, strict=True):
+        token = np.arange(length)
+        is_used[pages[token // problem.page_size], token % problem.page_size] = True
+    key, value = (
+        np.where(is_used[..., None, None], generator.normal(size=pool), np.nan).astype(dtype) for _ in range(2)
+    )
+    query = generator.normal(size=(problem.packed_rows, problem.query_heads, problem.head_dim)).astype(dtype)
+    kv_lengths, offsets = jnp.asarray(KEYS, jnp.int32), jnp.asarray(OFFSETS, jnp.int32)
+    tiles = canonical_queries(problem, query, kv_lengths, None, offsets, Part({}, {}, {})).tiles
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "page_table": table,
+        "kv_lengths": np.asarray(kv_lengths),
+        "tiles": np.asarray(tiles),
+        "sinks": generator.normal(size=problem.query_heads).astype(np.float32),
+        "zeros": np.zeros(1, np.int32),
+    }
+
+
+def launch_of(problem):
+    """Return the plan of the kernel in few programs, and its inputs."""
+    launch, arrays = PagedLaunch(problem.tiled, "prompts"), inputs_of(problem)
+    plan = launch.plan(Target(90, 2))
+    assert plan.kernel.__name__ == "paged_prompts"
+    return plan, [arrays[name] for name in launch.input_names]
+
+
+def interpreted(problem, **options):
+    """Return output and log-sum-exp."""
+    plan, arrays = launch_of(problem)
+    output, log_sum, _ = interpret_gluon(plan, *arrays, **options)
+    return output, log_sum
+
+
+def assert_equal_to_the_reference(problem, output, log_sum):
+    given = {name: jnp.asarray(x) for name, x in inputs_of(problem).items()}
+    page_table = given["page_table"] if problem.has_page_table else None
+    sinks = given["sinks"] if problem.has_sinks else None
+    wide = dataclasses.replace(problem.tiled, query_dtype="float32", output_dtype="float32")
+    exact = reference.forward(
+        wide, given["query"].astype(jnp.float32), given["key"].astype(jnp.float32), given["value"].astype(jnp.float32),
+        page_table, given["kv_lengths"], None, sinks, None, None, None, given["tiles"],
+    )  # fmt: skip
+    few = OFFSETS[1]
+    # Rows of sequences with few queries are not written.
+    assert np.isnan(np.asarray(output[:few], np.float32)).all() and np.isnan(log_sum[:few]).all()
+    output, log_sum = np.asarray(output[few:], np.float32), log_sum[few:]
+    unit = float(jnp.finfo(jnp.dtype(problem.query_dtype)).eps)
+    np.testing.assert_allclose(output, exact[0][few:], atol=4 * unit, rtol=4 * unit)
+    np.testing.assert_allclose(log_sum, exact[1][few:], atol=1e-4, rtol=1e-5)
+    assert not output[OFFSETS[-1] - few :].any() and (log_sum[OFFSETS[-1] - few :] == -np.inf).all()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_kernel_matches_the_reference(name):
+    assert_equal_to_the_reference(PROBLEMS[name], *interpreted(PROBLEMS[name], is_checked=True))
+
+
+@pytest.mark.parametrize("naps", [SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE], ids=["load", "group", "compute"])
+@pytest.mark.parametrize("name", ["causal", "heads of 256"])
+def test_results_do_not_depend_on_slow_warps(name, naps):
+    punctual = interpreted(PROBLEMS[name])
+    for one, other in zip(interpreted(PROBLEMS[name], chance=Slow(*naps)), punctual, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
