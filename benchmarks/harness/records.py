@@ -148,6 +148,7 @@ class PagedTiming(Measured):
         splits: parts of the keys; `is_chosen` is 1 where the library chose them from the shapes.
         read_gb: bytes that must be read, each once.
         read_tb_per_s: bandwidth of reading that the same run measured; `floor_us` is `read_gb` at that rate.
+        matmul_tflops: of prompts, the rate of products that the same run measured; `floor_us` is then that of products.
         relative_error: relative L2 norm of the output's distance from float64, of the sequences that were checked.
     """
 
@@ -173,6 +174,7 @@ class PagedTiming(Measured):
     read_gb: float | None = None
     tb_per_s: float | None = None
     read_tb_per_s: float | None = None
+    matmul_tflops: float | None = None
     floor_us: float | None = None
     ratio_to_floor: float | None = None
     relative_error: float | None = None

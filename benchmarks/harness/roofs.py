@@ -36,7 +36,7 @@ def measure_roofs(samples: int = 10) -> Roofs:
     """Medians of `samples` batches each."""
     copy = copy_subject()
     copy_ms = summarise([sample_torch(copy, 5) for _ in range(samples)]).median
-    return Roofs(COPY_BYTES / copy_ms / 1e6, _stream_rate(samples), _matmul_rate(samples))
+    return Roofs(COPY_BYTES / copy_ms / 1e6, _stream_rate(samples), matmul_rate(samples))
 
 
 def _stream_rate(samples: int) -> float:
@@ -47,8 +47,8 @@ def _stream_rate(samples: int) -> float:
     return 4 * result.nbytes / summarise(times).median / 1e6
 
 
-def _matmul_rate(samples: int, size: int = 8192) -> float:
-    """TFLOP/s of a square bfloat16 product."""
+def matmul_rate(samples: int = 10, size: int = 8192) -> float:
+    """Return the TFLOP/s of a square bfloat16 product."""
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     times = [sample_torch(lambda: left @ right, 5) for _ in range(samples)]
     return 2 * size**3 / summarise(times).median / 1e9

@@ -269,6 +269,7 @@ def decode_section(rows: Iterable[PagedTiming]) -> str:
                 cells.append(" / ".join(map(_microseconds, flash)) if any(flash) else "-")
                 lines.append("| " + " | ".join(cells) + " |")
     others = [_dense_caches(times, workloads), _short_caches(timed), _drafts(timed), _other_calls(timed)]
+    others.append(_prompts(timed))
     for table in filter(None, others):
         lines += ["", *table]
     return "\n".join([*lines, *_splits_lines(timed)])
@@ -356,6 +357,37 @@ def _other_calls(rows: Iterable[PagedTiming]) -> list[str]:
         for row in _of_group(rows, "append")
     ]
     return ["Other calls:", "", *_table(["call", "cache", "page size", "us"], cells)] if cells else []
+
+
+def _prompts(rows: Iterable[PagedTiming]) -> list[str]:
+    """The table of prompts: times by page size, the rate of products, and dense attention to a contiguous cache."""
+    found = [row for row in rows if row.group == "prompts"]
+    cells = []
+    for key in dict.fromkeys((row.workload, row.query_tokens) for row in found if row.implementation == NATIVE):
+        here = {(x.implementation, x.page_size): x for x in found if (x.workload, x.query_tokens) == key}
+        one = here[NATIVE, PAGE_SIZES[-1]]
+        pairs = one.query_tokens * (one.kv_length - one.query_tokens) + one.query_tokens * (one.query_tokens + 1) / 2
+        flops = 4.0 * one.batch * one.query_heads * one.head_dim * pairs
+        dense = [_microseconds(here.get((name, None))) for name in DENSE_CACHES]
+        cells.append([
+            f"{one.batch}, {one.query_tokens:,} of {one.kv_length:,}",
+            *(_microseconds(here.get((NATIVE, size))) for size in PAGE_SIZES),
+            f"{flops / (one.median_us or 1.0) / 1e6:.0f}",
+            _microseconds(here.get((OURS, PAGE_SIZES[-1]))),
+            "-" if one.floor_us is None else f"{one.floor_us:.1f}",
+            *dense,
+        ])  # fmt: skip
+    if not cells:
+        return []
+    headings = ["sequences, new tokens of keys", *(f"pages of {size}" for size in PAGE_SIZES)]
+    headings += ["TFLOP/s, pages of 64", "through `jax.jit`", "floor", *DENSE_CACHES.values()]
+    first = next(row for row in found if row.implementation == NATIVE)
+    origin = (
+        f"Prompts with a bfloat16 cache, in us, measured on {first.date} with the same versions. The floor is the time "
+        "of the products at the rate of 8,192 x 8,192 matrices in the same run. The last columns are dense causal "
+        "attention to a contiguous cache:"
+    )
+    return [_filled(origin), "", *_table(headings, cells)]
 
 
 def _splits_lines(rows: Iterable[PagedTiming]) -> list[str]:

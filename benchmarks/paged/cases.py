@@ -10,7 +10,7 @@ from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 from blockdiag.ops.paged.problem import CacheScale, PagedProblem
 from blockdiag.ops.paged.splits import choose_splits
 
-type Group = Literal["decode", "moba", "short", "speculative", "splits", "scales", "append"]
+type Group = Literal["decode", "moba", "short", "speculative", "splits", "scales", "append", "prompts"]
 
 # In the order in which a short budget should be spent.
 GROUPS: dict[Group, str] = {
@@ -21,6 +21,7 @@ GROUPS: dict[Group, str] = {
     "splits": "by parts that the keys are divided into",
     "scales": "eight-bit caches with scales",
     "append": "one new token of each sequence",
+    "prompts": "many new tokens of each sequence",
 }
 
 CACHES = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -32,6 +33,8 @@ PAGE_SIZES = (1, 16, 64)
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 DRAFT_LENGTHS = (4, 8)
 SHORT_LENGTHS = (1024, 2048, 4096, 8192)
+# Sequences, keys of each, and how many of them are new.
+PROMPTS = ((1, 8192, 8192), (1, 16384, 16384), (1, 32768, 512), (8, 8192, 64))
 
 QUERY_BYTES = 2  # queries are bfloat16
 _IN_MEMORY = 2**28  # bytes that do not stay in an L2 of 60 MB
@@ -144,13 +147,22 @@ class PagedCase:
         }
 
     def floor(self, pass_name: str) -> tuple[Work, ...]:
-        """Return the bytes that must be read."""
+        """Return the bytes that must be read, and of prompts the products that a causal mask leaves."""
         del pass_name
-        return (Work(0.0, self.read_bytes),)
+        return (Work(self.flops if self.group == "prompts" else 0.0, self.read_bytes),)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of both products, for the keys that queries see."""
+        shape, new = self.shape, self.query_tokens
+        pairs = new * (shape.kv_length - new) + new * (new + 1) / 2
+        return 4.0 * shape.batch * shape.query_heads * shape.head_dim * pairs
 
     @property
     def num_splits(self) -> int:
         """Parts of the keys of each sequence."""
+        if self.group == "prompts":
+            return 1
         if self.splits is not None:
             return self.splits
         shape = self.shape
@@ -199,6 +211,7 @@ class PagedCase:
             key_scale="token" if self.scales == "token" else "none",
             value_scale=self.scales,
             num_splits=self.num_splits,
+            few_queries=0 if self.group == "prompts" else None,
         )
 
     def moba_problem(self) -> MoBAPagedProblem:
@@ -250,6 +263,20 @@ def short_shape(kv_length: int) -> PagedShape:
     return PagedShape(name=f"b1_{kv_length // 1024}k", batch=1, kv_length=kv_length)
 
 
+def prompt_cases() -> list[PagedCase]:
+    """By page size."""
+    return [
+        PagedCase(
+            group="prompts",
+            shape=PagedShape(name=f"b{batch}_{length // 1024}k", batch=batch, kv_length=length),
+            page_size=size,
+            query_tokens=tokens,
+        )
+        for batch, length, tokens in PROMPTS
+        for size in PAGE_SIZES
+    ]
+
+
 def decode_cases(shape: PagedShape) -> list[PagedCase]:
     """By cache and page size."""
     pairs = [(cache, size) for cache in CACHES for size in PAGE_SIZES]
@@ -290,7 +317,7 @@ def make_cases() -> list[PagedCase]:
             ("float8_e4m3fn", 64, "token"),
         )
     ]
-    return cases
+    return cases + prompt_cases()
 
 
 def select_groups(names: str | None) -> list[Group]:
@@ -320,4 +347,5 @@ SMOKE_CASES = (
     PagedCase(group="scales", shape=_SMOKE, cache="float8_e4m3fn", page_size=16, scales="token"),
     PagedCase(group="moba", shape=_SMOKE, page_size=16, block_size=16, top_k=3),
     PagedCase(group="append", shape=_SMOKE, cache="float8_e4m3fn", page_size=16, scales="token"),
+    PagedCase(group="prompts", shape=_SMOKE, page_size=16, query_tokens=40),
 )

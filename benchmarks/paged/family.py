@@ -10,6 +10,7 @@ from benchmarks.harness.clock import sample_torch, summarise
 from benchmarks.harness.device import captured, to_jax, to_torch
 from benchmarks.harness.family import SPENT, Context, Entry, Family, Implementation, Make, Program, Settings
 from benchmarks.harness.records import PagedTiming
+from benchmarks.harness.roofs import matmul_rate
 from benchmarks.paged.arrays import Pool, Tensors, case_arrays, make_pool
 from benchmarks.paged.cases import SMOKE_CASES, PagedCase, by_pool, make_cases, select_groups
 from benchmarks.paged.check import check_append, check_attention, chosen_bytes
@@ -61,6 +62,9 @@ def _native(context: Context, case: PagedCase) -> Make:
             from blockdiag.interop.torch_launch import launch
         steps, given = launch_steps(case), case_arrays(case, context.inputs, seed=settings.seed)
         before = given[0]
+        if case.group == "prompts":
+            # Launches take the queries of all sequences as rows.
+            given = [arrays | {"query": arrays["query"].flatten(0, 1)} for arrays in given]
         if case.group == "append":
             changed = steps[0].output_names
             before = {name: array.clone() if name in changed else array for name, array in given[0].items()}
@@ -68,7 +72,10 @@ def _native(context: Context, case: PagedCase) -> Make:
             error = check_append(case, before, found)
         else:
             found = run_steps(steps, given[0], launch)
-            error = check_attention(case, given[0], found["output"], found["log_sum"])
+            if case.group == "prompts":
+                rows = (case.shape.batch, case.query_tokens)
+                found |= {name: found[name].unflatten(0, rows) for name in ("output", "log_sum")}
+            error = check_attention(case, before, found["output"], found["log_sum"])
         columns = {"relative_error": error, **_moba_bytes(case, before)}
         calls = [_call(steps, given[index % len(given)], launch) for index in range(case.calls)]
         if settings.device != "cuda":
@@ -169,9 +176,10 @@ class Paged(Family):
         return f"{cases[0].group}, {cases[0].shape.name}, {cases[0].cache}"
 
     def measure_rates(self) -> tuple[dict[str, float], str]:
-        """Return the rate of reading."""
-        rate = measure_read_rate()
-        return {"read_tb_per_s": rate}, f"reading 4 GiB: {rate:.3f} TB/s"
+        """Return the rates of reading and of products."""
+        rates = {"read_tb_per_s": measure_read_rate(), "matmul_tflops": matmul_rate()}
+        text = f"reading 4 GiB: {rates['read_tb_per_s']:.3f} TB/s, bf16 product {rates['matmul_tflops']:,.0f} TFLOP/s"
+        return rates, text
 
     def make_inputs(self, cases: Sequence[PagedCase], settings: Settings) -> Pool:
         """Return the pool of pages."""
@@ -187,9 +195,11 @@ class Paged(Family):
         """Return the same kernels through JAX and attention without pages, for some cases."""
         found = []
         for case in cases:
-            if case.page_size == 64 and case.group in ("decode", "moba"):
+            if case.page_size == 64 and case.group in ("decode", "moba", "prompts"):
                 found.append((case, Implementation(THROUGH_JAX, "jax", _through_jax)))
-                if case.group == "decode" and case.cache == "bfloat16":
+                # Others have no causal mask that ends at the last of more keys than queries.
+                is_dense = case.query_tokens in (1, case.shape.kv_length)
+                if case.group != "moba" and case.cache == "bfloat16" and is_dense:
                     for name in context.settings.baselines:
                         framework = "jax" if name == JAX_CUDNN else "torch"
                         found.append((case, Implementation(name, framework, _contiguous(name))))
@@ -212,11 +222,16 @@ class Paged(Family):
         if entry.program is not None and "read_gb" in entry.program.columns:
             found["read_gb"] = entry.program.columns["read_gb"]
         if name in BASELINES:
-            found |= {"page_size": None, "case": f"{case.shape.name}_contiguous"}
-        elif case.group != "append" and case.block_size is None:
+            tokens = f"_t{case.query_tokens}" if case.query_tokens > 1 else ""
+            found |= {"page_size": None, "case": f"{case.shape.name}_contiguous{tokens}"}
+        elif case.group not in ("append", "prompts") and case.block_size is None:
             found |= {"splits": case.num_splits, "is_chosen": int(case.splits is None)}
         if rates:
-            found |= {**rates, "floor_us": 1e3 * found["read_gb"] / rates["read_tb_per_s"]}
+            floor = 1e3 * found["read_gb"] / rates["read_tb_per_s"]
+            found |= {"read_tb_per_s": rates["read_tb_per_s"], "floor_us": floor}
+            if case.group == "prompts":
+                floor = max(floor, case.flops / rates["matmul_tflops"] / 1e6)
+                found |= {"matmul_tflops": rates["matmul_tflops"], "floor_us": floor}
         return found
 
     def timed_columns(self, entry: Entry, row: PagedTiming) -> dict[str, Any]:

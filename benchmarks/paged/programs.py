@@ -21,15 +21,16 @@ def launch_steps(case: PagedCase) -> Sequence[Any]:
     """The kernel launches of a case, each of which reads arrays by name and adds those that it writes."""
     from blockdiag.triton_kernels.append.plans import AppendLaunch
     from blockdiag.triton_kernels.moba_paged.plans import steps
-    from blockdiag.triton_kernels.paged.plans import PagedLaunch
+    from blockdiag.triton_kernels.paged.plans import launches
+    from blockdiag.triton_kernels.paged.tables import TilesLaunch
 
     if case.group == "append":
         return (AppendLaunch(case.append_problem()),)
     if case.block_size is not None:
         return steps(case.moba_problem())
     problem = case.problem()
-    launches = (PagedLaunch(problem, "splits"), PagedLaunch(problem, "merge"))
-    return launches[: 1 if problem.num_splits == 1 else 2]
+    table = [] if problem.tiled.num_tiles is None else [TilesLaunch(problem)]
+    return [*table, *launches(problem.tiled)]
 
 
 def run_steps(steps: Sequence[Any], arrays: Tensors, launch: Launch) -> Tensors:
@@ -42,10 +43,16 @@ def run_steps(steps: Sequence[Any], arrays: Tensors, launch: Launch) -> Tensors:
 
 
 def sdpa_call(backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """torch's attention of query [B, T, N, H] to a contiguous cache [B, S, K, H], all keys seen."""
+    """torch's attention of query [B, T, N, H] to a contiguous cache [B, S, K, H].
+
+    All keys are seen by single queries, and those up to the query's position if there are as many queries as keys.
+    """
+    is_causal = query.shape[1] == key.shape[1]
     query, key, value = (array.transpose(1, 2) for array in (query, key, value))
     with sdpa_kernel(backend):
-        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, enable_gqa=True
+        )
     return output.transpose(1, 2)
 
 
@@ -87,10 +94,12 @@ def jax_append(
 
 
 def jax_cudnn_attention(query: Any, arrays: Mapping[str, Any]) -> Any:
-    """Attention of query [B, 1, N, H] to a contiguous cache by cuDNN; it has no log-sum-exp."""
+    """Attention of query [B, T, N, H] to a contiguous cache by cuDNN, as in `sdpa_call`; it has no log-sum-exp."""
     import jax
 
-    return jax.nn.dot_product_attention(query, arrays["key"], arrays["value"], implementation="cudnn"), None
+    key, value = arrays["key"], arrays["value"]
+    is_causal = query.shape[1] == key.shape[1]
+    return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal, implementation="cudnn"), None
 
 
 def jax_program(attend: Callable[..., Any], arrays: Mapping[str, Any], calls: int) -> tuple[Any, Callable[[], Any]]:

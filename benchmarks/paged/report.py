@@ -19,6 +19,10 @@ SPLITS_LIMIT = 1.05  # the choice over the best
 SHORT_LIMIT = 12.0
 DRAFT_LIMIT = 1.15  # several queries over one
 MOBA_LIMIT = 15.0
+# Largest times of prompts over those of the fastest dense attention to a contiguous cache, and largest microseconds
+# where that has no such mask, by workload.
+PROMPT_OVER_DENSE, PROMPT_OVER_DENSE_PAGES_OF_1 = 1 / 0.93, 1 / 0.85
+PROMPT_LIMITS = {"b1_32k": 470.0, "b8_8k": 160.0}
 
 
 def decode_limit(row: PagedTiming) -> float:
@@ -40,6 +44,20 @@ def judge_paged(rows: Sequence[PagedTiming]) -> list[Verdict]:
     verdicts += [Verdict(f"{row.case}: us", row.median_us, SHORT_LIMIT) for row in groups.get("short", [])]
     verdicts += _judge_drafts(groups.get("speculative", []))
     verdicts += [Verdict(f"{row.case}: us", row.median_us, MOBA_LIMIT) for row in groups.get("moba", [])]
+    return verdicts + _judge_prompts(groups.get("prompts", []), rows)
+
+
+def _judge_prompts(mine: Iterable[PagedTiming], rows: Sequence[PagedTiming]) -> list[Verdict]:
+    """Times of prompts, or their ratio to the fastest dense attention."""
+    verdicts = []
+    for row in mine:
+        if row.workload in PROMPT_LIMITS:
+            verdicts.append(Verdict(f"{row.case}: us", row.median_us, PROMPT_LIMITS[row.workload]))
+            continue
+        beside = [x for x in rows if (x.group, x.workload, x.page_size) == ("prompts", row.workload, None)]
+        dense = min((x.median_us for x in beside if x.median_us is not None), default=None)
+        limit = PROMPT_OVER_DENSE_PAGES_OF_1 if row.page_size == 1 else PROMPT_OVER_DENSE
+        verdicts.append(Verdict(f"{row.case}: time over dense attention", quotient(row.median_us, dense), limit))
     return verdicts
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import time
 
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ from benchmarks.paged import programs as paged_programs  # noqa: E402
 from benchmarks.paged.arrays import case_arrays, make_pool  # noqa: E402
 
 WHERE = dict(zip(("device", "driver", "jax", "jaxlib", "torch", "triton", "date"), "abcdefg", strict=True))
-RATES = {"read_tb_per_s": 4.0}
+RATES = {"read_tb_per_s": 4.0, "matmul_tflops": 700.0}
 SMALL = PagedShape(name="small", batch=2, kv_length=128, query_heads=4, key_heads=2, head_dim=16)
 # This shape is for the interpreter, which takes a second for few programs.
 TINY = PagedShape(name="tiny", batch=1, kv_length=64, query_heads=2, key_heads=1, head_dim=16)
@@ -78,6 +79,15 @@ def test_short_cases_are_measured_in_cache_and_in_memory():
     for case in short:
         assert case.calls >= case.copies
         assert case.copies == 1 or case.copies * case.shape.cache_bytes(case.cache) >= 4 * 60e6
+
+
+def test_products_of_prompts_are_those_that_a_causal_mask_leaves():
+    case = PagedCase(group="prompts", shape=SMALL, query_tokens=128)
+    assert case.flops == 4 * 2 * 4 * 16 * 128 * 129 / 2
+    # Each of the last three queries sees 126, 127 or 128 keys.
+    assert dataclasses.replace(case, query_tokens=3).flops == 4 * 2 * 4 * 16 * (126 + 127 + 128)
+    (work,) = case.floor("call")
+    assert work.flops == case.flops
 
 
 def test_launch_steps_plan_every_case():
@@ -271,8 +281,7 @@ def portable(monkeypatch):
     """Make launch plans portable, as the interpreter requires."""
     from blockdiag.triton_kernels.paged import plans as paged
 
-    made = paged.PagedLaunch
-    monkeypatch.setattr(paged, "PagedLaunch", lambda problem, kind, **_: made(problem, kind, is_portable=True))
+    monkeypatch.setattr(paged, "launches", functools.partial(paged.launches, is_portable=True))
 
 
 @pytest.mark.parametrize(
@@ -282,6 +291,7 @@ def portable(monkeypatch):
         PagedCase(group="scales", shape=TINY, cache="float8_e4m3fn", page_size=16, scales="token", splits=2),
         PagedCase(group="moba", shape=TINY, page_size=16, block_size=16, top_k=3),
         PagedCase(group="append", shape=TINY, cache="float8_e5m2", page_size=16, scales="head"),
+        PagedCase(group="prompts", shape=TINY, query_tokens=64),
     ],
     ids=lambda case: case.group,
 )
@@ -293,7 +303,7 @@ def test_native_launches_are_checked_and_timed(case, monkeypatch):
     assert found[NATIVE].note == "" and found[NATIVE].median_us > 0
     assert found[NATIVE].relative_error < 0.1
     assert found[NATIVE].ratio_to_floor == pytest.approx(found[NATIVE].median_us / found[NATIVE].floor_us)
-    if case.group == "decode":
+    if case.group in ("decode", "prompts"):
         assert set(found) == {NATIVE, THROUGH_JAX, "torch-fa2"}
         assert found[THROUGH_JAX].median_us > 0 and "programs of 2 calls" in found[THROUGH_JAX].note
         assert found["torch-fa2"].page_size is None and found["torch-fa2"].median_us > 0
@@ -331,6 +341,7 @@ def test_paged_command_past_the_deadline_keeps_recorded_rows(monkeypatch, tmp_pa
 
     monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
     monkeypatch.setattr(paged_family, "measure_read_rate", lambda: 4.4)
+    monkeypatch.setattr(paged_family, "matmul_rate", lambda: 700.0)
     monkeypatch.setattr(paged_family.FAMILY, "launches", lambda case: ())
     where = dataclasses.asdict(environment("some GPU"))
     kept = dataclasses.replace(timing(cases_of("append")[0], 3.0), **where)
