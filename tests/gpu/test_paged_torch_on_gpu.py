@@ -184,9 +184,9 @@ def test_out_of_range_lengths_and_pages_are_clipped():
     pool = {name: torch.randn_like(arguments[name]) for name in ("key_pages", "value_pages")}
     assert_same_bits(attend(arguments | pool | wild), attend(arguments | pool | tame))
     packed = arguments | pool | {"query": torch.randn(6, 8, 128, device=GPU, dtype=torch.bfloat16)}
-    output, log_sum = attend(packed, query_offsets=integers([0, 1, 4, 6]), max_query_length=2)
-    is_bad = torch.tensor([False, True, True, True, False, False])
-    assert output[is_bad].isnan().all() and log_sum[is_bad].isnan().all() and output[~is_bad].isfinite().all()
+    found, expected = (attend(packed, query_offsets=integers([0, 1, 4, 6]), max_query_length=x) for x in (2, 3))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
 def test_misaligned_and_strided_operands_are_copied_except_pages():

@@ -114,9 +114,9 @@ def paged_attention(
             clipped to [0, T].
         query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Offsets
             start with 0 and do not decrease. Rows beyond the last offset give 0 and -inf.
-        max_query_length: upper bound on the queries of a packed sequence, known when tracing; None for no bound. If the
-            bound is less than the 64 / (N / K) queries of a tile, tiles have fewer rows. A longer sequence raises a
-            ValueError where offsets are known; where they are traced, its results are right or NaN.
+        max_query_length: upper bound on the queries of a packed sequence, known when tracing; None for no bound. It
+            helps if no sequence has more than 64 / (N / K) queries. A longer sequence raises a ValueError where
+            offsets are known; where they are traced, its results are right or NaN.
         scale: positive factor on the scores; 1 / sqrt(H) when None. Known when tracing.
         is_causal: whether the keys after a query's own position are masked.
         local_window_size: maximum number of keys that a query sees before and after its own position, as in

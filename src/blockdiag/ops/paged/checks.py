@@ -121,17 +121,19 @@ FEWEST_PROMPT_ROWS = 8192
 
 
 def _few_queries(problem: PagedProblem) -> int | None:
-    """Return `few_queries` of a call whose splits are chosen: None if it has no prompts, or too few rows."""
+    """Return `few_queries` of a call whose splits are chosen: None if it has too few rows of prompts."""
     rows = problem.batch * problem.query_tokens if problem.packed_rows is None else problem.packed_rows
     sizes = (problem.batch, problem.query_tokens, rows, problem.max_pages)
     if any(is_symbolic(size) for size in sizes) or problem.is_empty:
         return None
-    # In a batch, all sequences are taken to be prompts. Eight-bit caches are read faster by the splits.
-    is_batch = problem.packed_rows is None
-    few = 0 if is_batch else problem.most_few_queries
-    is_wide = {problem.query_dtype, problem.key_dtype, problem.value_dtype} <= {"bfloat16", "float16"}
-    has_prompts = problem.query_tokens * problem.group_size > 64 and rows * problem.query_heads >= FEWEST_PROMPT_ROWS
-    return few if has_prompts and (is_wide or not is_batch) else None
+    has_prompts = problem.query_tokens * problem.group_size > 64
+    if has_prompts and rows * problem.query_heads < FEWEST_PROMPT_ROWS:
+        return None
+    if problem.packed_rows is not None:
+        return problem.most_few_queries
+    # All sequences of a batch are taken to be prompts. Eight-bit caches are read faster by the splits.
+    dtypes = {problem.query_dtype, problem.key_dtype, problem.value_dtype}
+    return 0 if has_prompts and dtypes <= {"bfloat16", "float16"} else None
 
 
 def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:

@@ -57,13 +57,7 @@ def canonical_queries(
             return Queries(query, query_lengths, None)
         rows = query.reshape(-1, *query.shape[2:])
         return Queries(rows, None, _table_of_batch(problem, kv_lengths, query_lengths))
-    own = _own(offsets, problem, part)
-    if tiled.num_tiles is not None:
-        return Queries(query, None, _table_of_packed(problem, kv_lengths, own))
-    starts, lengths = own[:-1], jnp.diff(own)
-    tokens = jnp.arange(tiled.query_tokens, dtype=jnp.int32)
-    query = query.at[starts[:, None] + tokens[None]].get(mode="clip")
-    return Queries(query, jnp.minimum(lengths, problem.query_tokens), None)
+    return Queries(query, None, _table_of_packed(problem, kv_lengths, _own(offsets, problem, part)))
 
 
 def callers_results(
@@ -74,32 +68,20 @@ def callers_results(
     The results of packed queries on several devices are summed, so sequences of other devices get 0. For rows without a
     sequence, only the first device contributes the log-sum-exp -inf.
     """
-    tiled = problem.tiled
     if offsets is None:
-        if tiled.num_tiles is None:
+        if problem.tiled.num_tiles is None:
             return results
         output, log_sum = (x.reshape(problem.batch, problem.query_tokens, *x.shape[1:]) for x in results)
         return output, log_sum
+    if "rows" not in part.starts:
+        return results
     whole, own = _clipped(offsets, problem.packed_rows), _own(offsets, problem, part)
     row = jnp.arange(problem.packed_rows, dtype=jnp.int32)
     blind = jnp.where((row < whole[0]) | (row >= whole[-1]), -jnp.inf, 0.0)
-    blind = jnp.where(part.starts.get("rows", 0) == 0, blind, 0.0)[:, None]
-    output, log_sum = results
+    blind = jnp.where(part.starts["rows"] == 0, blind, 0.0)
     is_outside = (row < own[0]) | (row >= own[-1])
-    if tiled.num_tiles is None:
-        output, log_sum = (_rows_of_sequences(problem, x, own) for x in results)
-        output = jnp.where(is_outside[:, None, None], 0, output).astype(output.dtype)
-    return output, jnp.where(is_outside[:, None], blind.astype(log_sum.dtype), log_sum)
-
-
-def _rows_of_sequences(problem: PagedProblem, x: Array, own: Array) -> Array:
-    """Return packed rows of [B, T, ...]; NaN for sequences that are longer than the call says."""
-    row = jnp.arange(problem.packed_rows, dtype=jnp.int32)
-    sequence = jnp.clip(count_not_above(own, row) - 1, 0, problem.batch - 1)
-    place = jnp.minimum(row - own[sequence], problem.tiled.query_tokens - 1)
-    is_bad = jnp.diff(own)[sequence] > problem.query_tokens
-    rows = x.at[sequence, place].get(mode="clip")
-    return jnp.where(is_bad.reshape(-1, *[1] * (x.ndim - 2)), jnp.nan, rows).astype(x.dtype)
+    output, log_sum = results
+    return output, jnp.where(is_outside[:, None], blind[:, None].astype(log_sum.dtype), log_sum)
 
 
 def _clipped(offsets: Array, rows: int | None) -> Array:
@@ -178,7 +160,10 @@ def by_tiles(forward: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple
             return forward(problem, *operands[:-1], interpret=interpret)
         query, key, value, page_table, kv_lengths, _, sinks, score_scale, key_scales, value_scales, _ = operands
         assert query is not None and kv_lengths is not None and tiles is not None and problem.packed_rows is not None
-        row, count, position, sequence = tiles[: problem.num_tiles].T
+        # Where no sequence has more queries than a tile, there are fewer sequences than tiles.
+        are_whole = problem.few_queries is not None and problem.few_queries >= problem.query_tokens
+        entries = slice(problem.num_tiles, None) if are_whole else slice(problem.num_tiles)
+        row, count, position, sequence = tiles[entries].T
         is_inside, sequence = sequence >= 0, jnp.maximum(sequence, 0)
         keys = jnp.clip(kv_lengths, 0, problem.max_keys if problem.num_pages else 0)[sequence]
         # Queries before position 0 see nothing, and the others of their tile see all keys up to their position.
@@ -192,7 +177,7 @@ def by_tiles(forward: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple
         own = jnp.arange(problem.query_tokens, dtype=jnp.int32)[None]
         place = row[:, None] + own
         batch = dataclasses.replace(
-            problem, batch=problem.num_tiles, num_tiles=None, packed_rows=None, has_page_table=True,
+            problem, batch=row.shape[0], num_tiles=None, packed_rows=None, has_page_table=True,
             has_query_lengths=True, has_more_queries=True,
         )  # fmt: skip
         results = forward(
@@ -211,9 +196,17 @@ def by_tiles(forward: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple
             interpret=interpret,
         )
         place = jnp.where(own < count[:, None], place, problem.packed_rows)
-        output, log_sum = (
-            jnp.zeros((problem.packed_rows, *x.shape[2:]), x.dtype).at[place].set(x, mode="drop") for x in results
-        )
-        return output, log_sum
+
+        def packed(x: Array, outside: float) -> Array:
+            rows = jnp.full((problem.packed_rows, *x.shape[2:]), outside, x.dtype)
+            if are_whole:
+                # The rows between the first and the last query are NaN where a sequence is longer than the call says.
+                number = jnp.arange(problem.packed_rows, dtype=jnp.int32)
+                is_inside = (number >= row[0]) & (number < row[-1] + count[-1])
+                rows = jnp.where(is_inside.reshape(-1, *[1] * (x.ndim - 2)), jnp.nan, rows).astype(x.dtype)
+            return rows.at[place].set(x, mode="drop")
+
+        output, log_sum = results
+        return packed(output, 0.0), packed(log_sum, -jnp.inf)
 
     return compute

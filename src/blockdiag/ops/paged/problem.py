@@ -100,25 +100,18 @@ class PagedProblem:
         """The call in the form that implementations compute: a batch, or packed queries with a table of tiles.
 
         Segments are sequences, or rows between them. Segment s begins tile `start // tokens + s`. So the tiles of all
-        segments are at most `rows // tokens + segments`, and their number follows from shapes. Where no sequence of
-        packed queries has more queries than a tile, the call is a batch.
+        segments are at most `rows // tokens + segments`, and their number follows from shapes.
         """
         if self.num_tiles is not None or (self.packed_rows is None and self.few_queries is None):
             return self
-        is_batch = self.packed_rows is None
-        rows = self.batch * self.query_tokens if self.packed_rows is None else self.packed_rows
-        if self.few_queries is not None:
-            tokens = max(1, _PROMPT_ROWS // self.group_size)
-        else:
-            tokens = max(1, _TILE_ROWS // self.group_size)
-            if self.query_tokens <= tokens:
-                return replace(self, packed_rows=None)
-            if self.split_size is None:
-                # With a fixed split size, the tile must not depend on other sequences.
-                tokens = max(1, smaller_bound(rows, tokens))
-        segments = self.batch + 2
-        if is_batch:
-            segments = self.batch * (2 if self.has_query_lengths else 1)
+        rows, segments = self.packed_rows, self.batch + 2
+        if rows is None:
+            rows, segments = self.batch * self.query_tokens, self.batch * (2 if self.has_query_lengths else 1)
+        tokens = max(1, (_TILE_ROWS if self.few_queries is None else _PROMPT_ROWS) // self.group_size)
+        tokens = max(1, min(tokens, self.query_tokens))
+        if self.split_size is None:
+            # With a fixed split size, the tile must not depend on other sequences.
+            tokens = max(1, smaller_bound(rows, tokens))
         return replace(
             self,
             packed_rows=rows,
@@ -129,7 +122,9 @@ class PagedProblem:
 
     @property
     def most_few_queries(self) -> int:
-        """`few_queries` of packed queries with prompts among them."""
+        """`few_queries` of packed queries: all that a sequence may have if they fit into a tile, otherwise a few."""
+        if self.query_tokens * self.group_size <= _TILE_ROWS:
+            return self.query_tokens
         return max(1, _FEW_ROWS // self.group_size)
 
     @property

@@ -111,9 +111,9 @@ def paged_attention(
             Rows beyond give 0 and -inf.
         query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Rows beyond
             the last offset give 0 and -inf.
-        max_query_length: maximum length of a packed sequence of queries; no bound when None. If the bound is less than
-            the 64 / (N / K) queries of a tile, tiles have fewer rows. A longer sequence is a ValueError on the CPU; on
-            a GPU its results are right or NaN.
+        max_query_length: maximum length of a packed sequence of queries; no bound when None. It helps if no sequence
+            has more than 64 / (N / K) queries. A longer sequence is a ValueError on the CPU; on a GPU its results are
+            right or NaN.
         scale: positive factor on the scores; 1 / sqrt(H) when None.
         is_causal: whether a query sees no keys after its own position.
         local_window_size: maximum number of keys that a query sees before and after its own position: one integer, or

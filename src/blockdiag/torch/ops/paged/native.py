@@ -45,17 +45,19 @@ class _Prepared:
             return self._without_keys(arguments, None if offsets is None else clip_offsets(offsets, rows), sinks)
         arrays = cache_arrays(problem, arguments)
         arrays["query"], arrays["query_lengths"] = query, query_lengths
-        if problem.tiled.num_tiles is not None:
+        has_tiles = problem.tiled.num_tiles is not None
+        if has_tiles:
             arrays["query"] = query.reshape(-1, *query.shape[-2:])
             arrays["query_offsets"] = None if offsets is None else dense(offsets)
-        elif offsets is not None:
-            offsets = clip_offsets(offsets, rows)
-            arrays |= _sequences_as_tiles(problem, query, offsets)
         for name in ("query", "query_lengths"):
             arrays[name] = None if arrays[name] is None else dense(arrays[name])
         arrays["sinks"] = None if sinks is None else dense(sinks)
         self._launches(arrays)
-        return _callers_results(problem, (arrays["output"], arrays["log_sum"]), offsets)
+        output, log_sum = arrays["output"], arrays["log_sum"]
+        if has_tiles and offsets is None:
+            shape = problem.batch, problem.query_tokens, problem.query_heads
+            return reshaped(output, (*shape, problem.value_dim)), reshaped(log_sum, shape)
+        return output, log_sum
 
     def _without_keys(
         self, arguments: PagedArguments, offsets: torch.Tensor | None, sinks: torch.Tensor | None
@@ -180,42 +182,3 @@ def no_keys(
         is_row = row[None, :] < query_lengths[:, None]
         log_sum = torch.where(is_row[:, :, None], log_sum, -torch.inf)
     return output, log_sum
-
-
-# Packed queries, see `blockdiag.ops.paged.packed`
-
-
-def _sequences_as_tiles(problem: PagedProblem, query: torch.Tensor, offsets: torch.Tensor) -> dict[str, Any]:
-    """Return packed queries and their lengths as a batch, for sequences that have at most one tile each."""
-    tokens = torch.arange(problem.tiled.query_tokens, dtype=torch.int32, device=query.device)
-    row = offsets[:-1, None] + tokens
-    # Not every operation supports 8-bit floats, so rows are gathered as bytes.
-    bits = query.view(torch.uint8) if query.dtype.itemsize == 1 else query
-    bits = bits.index_select(0, row.clamp(max=query.shape[0] - 1).view(-1)).view(*row.shape, *query.shape[1:])
-    return {"query": bits.view(query.dtype), "query_lengths": offsets.diff()}
-
-
-def _callers_results(problem: PagedProblem, results: Results, offsets: torch.Tensor | None) -> Results:
-    """Return results in the form of the call's queries; NaN for sequences that are longer than the call says."""
-    tiled = problem.tiled
-    output, log_sum = results
-    if offsets is None:
-        if tiled.num_tiles is None:
-            return results
-        rows = problem.batch, problem.query_tokens, problem.query_heads
-        return reshaped(output, (*rows, problem.value_dim)), reshaped(log_sum, rows)
-    if tiled.num_tiles is not None:
-        return results
-    rows = problem.packed_rows
-    assert rows is not None, "queries are packed"
-    sequence, is_inside = rows_to_sequences(offsets, rows)
-    within = torch.arange(rows, dtype=torch.int32, device=offsets.device) - offsets[sequence]
-    index = sequence * tiled.query_tokens + within.clamp(0, tiled.query_tokens - 1)
-    is_bad = offsets.diff()[sequence] > problem.query_tokens
-
-    def packed(x: torch.Tensor, outside: float) -> torch.Tensor:
-        bad, given = (mask.view(-1, *[1] * (x.ndim - 2)) for mask in (is_bad, is_inside))
-        values = x.flatten(0, 1).index_select(0, index).masked_fill(bad, torch.nan)
-        return values.masked_fill(~given, outside)
-
-    return packed(output, 0.0), packed(log_sum, -torch.inf)
