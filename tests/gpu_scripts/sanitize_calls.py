@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -237,6 +238,33 @@ def _paged() -> Iterator[Call]:
             return _jitted(lambda arrays: function(**{"page_table": None} | arrays), arrays)
 
         yield Call(name, compute)
+    for name, case in _prompt_cases().items():
+
+        def compute_prompts(implementation: str, case: Any = case) -> list[Any]:
+            arguments = case.arguments()
+            arrays = {key: x for key, x in arguments.items() if isinstance(x, jax.Array)}
+            options = {key: x for key, x in arguments.items() if key not in arrays}
+            function = functools.partial(
+                paged_attention, **options, implementation=implementation, return_residual=True
+            )
+            with _prompts_apart():
+                return _jitted(lambda arrays: function(**{"page_table": None} | arrays), arrays)
+
+        yield Call(f"prompts, {name}", compute_prompts)
+
+
+def _prompt_cases() -> dict[str, Any]:
+    from tests.ops.paged_support import PROMPT_CASES
+
+    names = ("bfloat16, pages of 16", "heads of 256, pages of 3", "window, sinks, soft cap, heads of 64", "scales")
+    return {name: PROMPT_CASES[name] for name in names}
+
+
+def _prompts_apart() -> Any:
+    """Return a context in which prompts are computed apart from other sequences however few they are."""
+    from blockdiag.ops.paged import checks
+
+    return mock.patch.object(checks, "FEWEST_PROMPT_ROWS", 0)
 
 
 def _paged_torch() -> Iterator[Call]:
@@ -245,6 +273,16 @@ def _paged_torch() -> Iterator[Call]:
 
     for name, case in CASES.items():
         yield Call(name, functools.partial(paged_torch_support.results_of, case), GPU, "cpu")
+    for name, case in _prompt_cases().items():
+
+        def compute(device: str, case: Any = case) -> Any:
+            from blockdiag.torch import paged_attention
+
+            arguments, _ = paged_torch_support.packed_arguments_of(case, device)
+            with _prompts_apart():
+                return paged_attention(**arguments | {"num_splits": None}, return_residual=True)
+
+        yield Call(f"prompts, {name}", compute, GPU, "cpu")
 
 
 def _append() -> Iterator[Call]:

@@ -18,7 +18,7 @@ from tests.gpu_scripts.sanitize_calls import FAMILIES, Call, difference, launche
 from tests.gpu_scripts.sanitize_known import DROPPED, KNOWN, explain, lines_in, parse_reports
 
 # Only torch launches these kernels, in packed calls and gradients of `fuse`. Its families cannot be traced.
-OF_TORCH = {"tile_table", "fused_delta"}
+OF_TORCH = {"tile_table", "paged_tiles", "fused_delta"}
 # Templates, which generated kernels call.
 TEMPLATES = {"one_pass_backward", "streamed_forward"}
 GENERATED = {
