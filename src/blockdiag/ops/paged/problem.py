@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from blockdiag.common.operation import Operation
-from blockdiag.common.sizes import smaller_bound
+from blockdiag.common.sizes import is_symbolic
 
 # Form of a cache's scale: none, one per sequence and head [batch, K], or one per token in pages [P, page_size, K].
 type CacheScale = Literal["none", "head", "token"]
@@ -109,9 +109,9 @@ class PagedProblem:
             rows, segments = self.batch * self.query_tokens, self.batch * (2 if self.has_query_lengths else 1)
         tokens = max(1, (_TILE_ROWS if self.few_queries is None else _PROMPT_ROWS) // self.group_size)
         tokens = max(1, min(tokens, self.query_tokens))
-        if self.split_size is None:
-            # With a fixed split size, the tile must not depend on other sequences.
-            tokens = max(1, smaller_bound(rows, tokens))
+        if self.split_size is None and not is_symbolic(rows):
+            # With a fixed split size, the tile must not depend on other sequences. Powers of two share kernels.
+            tokens = min(tokens, 1 << max(rows - 1, 0).bit_length())
         return replace(
             self,
             packed_rows=rows,

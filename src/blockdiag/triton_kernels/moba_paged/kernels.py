@@ -205,4 +205,4 @@ def moba_paged_blocks(arrays: BlockArrays, scalars: BlockScalars, SHAPE: tl.cons
     # All threads must have written their parts before one thread counts the arrival.
     tl.debug_barrier()
     if tl.atomic_add(arrays.arrived + row, 1, sem="acq_rel") == TILE.parts - 1:
-        merge_row(arrays, row, scalars.rows, TILE.parts, MERGE)
+        merge_row(arrays, row, scalars.rows, TILE.parts, 0, MERGE)

@@ -8,6 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from blockdiag.triton_kernels.launch.plan import Argument
 
+# The entries of a table of tiles that programs compute; without a table, sequences.
+type Entries = Literal["sequences", "tiles", "wholes"]
+
 
 class SplitArrays(NamedTuple):
     """The arrays of the split kernel. Arrays that a call does not have are None.
@@ -38,6 +41,7 @@ class SplitScalars(NamedTuple):
     """The run-time scalars of the split kernel.
 
     Attributes:
+        num_tiles: tiles in the table of tiles, after which it has whole sequences; 0 without a table.
         max_pages: columns of the page table.
         num_pages: pages of the pool.
         max_keys: the most keys that a sequence can have.
@@ -47,6 +51,7 @@ class SplitScalars(NamedTuple):
         soft_cap: bound of the scores; ignored without `has_soft_cap`.
     """
 
+    num_tiles: Argument
     max_pages: Argument
     num_pages: Argument
     max_keys: Argument
@@ -78,13 +83,16 @@ class PromptScalars(NamedTuple):
     """The run-time scalars of the kernel of prompts on Hopper.
 
     Attributes:
-        max_pages, num_pages, max_keys: see `SplitScalars`.
+        num_tiles, max_pages, num_pages, max_keys: see `SplitScalars`.
+        together: the number of key heads whose items are interleaved; their keys and values fit into L2.
         slope: factor of products in the soft cap; ignored without one.
     """
 
+    num_tiles: Argument
     max_pages: Argument
     num_pages: Argument
     max_keys: Argument
+    together: Argument
     slope: Argument
 
 
@@ -96,8 +104,7 @@ class PagedShape:
         query_tokens: queries of a sequence, including those beyond its length.
         group_size: query heads that share a key head.
         page_size: tokens of a page.
-        entry: the first entry of the table of tiles that the launch computes; None without a table.
-        wholes: the first entry of the table that describes a whole sequence.
+        entries: what programs compute: tiles, whole sequences of a table of tiles, or sequences without a table.
         fewest, most: of sequences with less or more queries, the launch computes nothing; None for no bound.
     """
 
@@ -110,8 +117,7 @@ class PagedShape:
     page_size: int
     has_page_table: bool
     has_query_lengths: bool
-    entry: int | None
-    wholes: int
+    entries: Entries
     fewest: int | None
     most: int | None
 
@@ -193,7 +199,7 @@ class MergeConstants:
         query_tokens: queries of a sequence, including those beyond its length.
         value_columns: `value_dim` padded to a power of two.
         parts: parts that are loaded at once.
-        entry: see `PagedShape`; rows then lie in packed results.
+        entries: see `PagedShape`; with a table, rows lie in packed results.
         most: of sequences with more queries, the launch merges nothing; None for no bound.
     """
 
@@ -204,5 +210,5 @@ class MergeConstants:
     parts: int
     has_query_lengths: bool
     has_sinks: bool
-    entry: int | None = None
+    entries: Entries = "sequences"
     most: int | None = None

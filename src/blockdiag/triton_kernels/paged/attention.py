@@ -33,7 +33,16 @@ def sequence_lengths(arrays, batch, max_keys, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def place_of(arrays, batch, max_keys, SHAPE: tl.constexpr):
+def entry_of(arrays, batch, num_tiles, ENTRIES: tl.constexpr):
+    """Return a pointer to an entry of the table of tiles, which has whole sequences after the tiles."""
+    entry = batch
+    if ENTRIES == "wholes":
+        entry = num_tiles + batch
+    return arrays.tiles + entry * 4
+
+
+@triton.jit
+def place_of(arrays, scalars, batch, SHAPE: tl.constexpr):
     """Return where the queries of a program are, and what they see. Invalid lengths are clamped.
 
     Without a table of tiles, `batch` is a sequence.
@@ -43,13 +52,13 @@ def place_of(arrays, batch, max_keys, SHAPE: tl.constexpr):
         first query, and the query's row among all.
     """
     written = SHAPE.query_tokens
-    if SHAPE.entry is None:
+    if SHAPE.entries == "sequences":
         sequence = batch
-        keys, queries = sequence_lengths(arrays, batch, max_keys, SHAPE)
+        keys, queries = sequence_lengths(arrays, batch, scalars.max_keys, SHAPE)
         position = keys - queries
         row = batch.to(tl.int64) * SHAPE.query_tokens
     else:
-        p_tile = arrays.tiles + (SHAPE.entry + batch) * 4
+        p_tile = entry_of(arrays, batch, scalars.num_tiles, SHAPE.entries)
         row = tl.load(p_tile).to(tl.int64)
         written = tl.load(p_tile + 1)
         position = tl.load(p_tile + 2)
@@ -57,12 +66,12 @@ def place_of(arrays, batch, max_keys, SHAPE: tl.constexpr):
         is_inside = sequence >= 0
         sequence = tl.maximum(sequence, 0)
         if (SHAPE.fewest is not None) or (SHAPE.most is not None):
-            whole = tl.load(arrays.tiles + (SHAPE.wholes + sequence) * 4 + 1)
+            whole = tl.load(entry_of(arrays, sequence, scalars.num_tiles, "wholes") + 1)
             if SHAPE.fewest is not None:
                 written = tl.where(is_inside & (whole < SHAPE.fewest), 0, written)
             if SHAPE.most is not None:
                 written = tl.where(whole > SHAPE.most, 0, written)
-        keys = tl.minimum(tl.maximum(tl.load(arrays.kv_lengths + sequence), 0), max_keys)
+        keys = tl.minimum(tl.maximum(tl.load(arrays.kv_lengths + sequence), 0), scalars.max_keys)
         # Rows that belong to no sequence have neither queries nor keys.
         queries = tl.where(is_inside, written, 0)
         keys = tl.where(queries > 0, keys, 0)
@@ -204,8 +213,8 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
     split = tl.program_id(0) // TILE.row_tiles
     key_head = tl.program_id(1)
     batch = tl.program_id(2)
-    sequence, keys, queries, written, first_query, query_row = place_of(arrays, batch, scalars.max_keys, SHAPE)
-    if OPTIONS.is_causal and (SHAPE.entry is not None):
+    sequence, keys, queries, written, first_query, query_row = place_of(arrays, scalars, batch, SHAPE)
+    if OPTIONS.is_causal and (SHAPE.entries != "sequences"):
         # The keys after a tile's last query are left out, so that splits divide the others.
         keys = tl.minimum(keys, tl.maximum(first_query + queries, 0))
     first_row = tl.program_id(0) % TILE.row_tiles * ROWS
@@ -225,7 +234,7 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
         end = tl.minimum(end, last_position + 1)
     elif RIGHT is not None:
         end = tl.minimum(end, last_position + RIGHT + 1)
-    if SHAPE.entry is not None:
+    if SHAPE.entries != "sequences":
         # Tiles may have fewer rows than programs for them.
         end = tl.where(first_row < queries * GROUP, end, first)
 
@@ -350,7 +359,7 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
         target = arrays.part
         # Parts of rows that saw no key are not stored, because the merge ignores them.
         m_store = m_row & (b_sum != 0)
-        if SHAPE.entry is not None:
+        if SHAPE.entries != "sequences":
             b_place = rows_of_heads(o_row, batch.to(tl.int64) * SHAPE.query_tokens, key_head, SHAPE)
         b_place += split.to(tl.int64) * tl.num_programs(2) * (SHAPE.query_tokens * SHAPE.query_heads)
         tl.store(arrays.part_sum + b_place, tl.where(m_row, b_log_sum, float("-inf")), mask=m_there)
@@ -361,7 +370,7 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
 
 
 @triton.jit
-def merge_row(arrays, row, rows, num_parts, MERGE: tl.constexpr):
+def merge_row(arrays, row, rows, num_parts, num_tiles, MERGE: tl.constexpr):
     """Merge the parts of one row of [batch, query_tokens, query_heads] in a fixed order and store the result.
 
     With a table of tiles, it is stored in the row's place among the packed ones. MERGE is a MergeConstants.
@@ -372,9 +381,9 @@ def merge_row(arrays, row, rows, num_parts, MERGE: tl.constexpr):
     m_value = o_value < MERGE.value_dim
     place = row
     is_there = True
-    if MERGE.entry is not None:
+    if MERGE.entries != "sequences":
         token = (row // MERGE.query_heads % MERGE.query_tokens).to(tl.int32)
-        p_tile = arrays.tiles + (MERGE.entry + row // (MERGE.query_heads * MERGE.query_tokens)) * 4
+        p_tile = entry_of(arrays, row // (MERGE.query_heads * MERGE.query_tokens), num_tiles, MERGE.entries)
         written = tl.load(p_tile + 1)
         is_there = token < written
         if MERGE.most is not None:
@@ -391,7 +400,7 @@ def merge_row(arrays, row, rows, num_parts, MERGE: tl.constexpr):
             token = row // MERGE.query_heads % MERGE.query_tokens
             queries = tl.load(arrays.query_lengths + row // (MERGE.query_heads * MERGE.query_tokens))
             largest = tl.where(token < queries, largest, float("-inf"))
-        if MERGE.entry is not None:
+        if MERGE.entries != "sequences":
             largest = tl.where(is_inside, largest, float("-inf"))
     total = tl.where(largest == float("-inf"), 0.0, 1.0)
     b_output = tl.zeros([VALUE_COLUMNS], tl.float32)
@@ -421,6 +430,6 @@ def merge_row(arrays, row, rows, num_parts, MERGE: tl.constexpr):
 
 
 @triton.jit
-def paged_merge(arrays: MergeArrays, rows, num_splits, MERGE: tl.constexpr):
+def paged_merge(arrays: MergeArrays, rows, num_splits, num_tiles, MERGE: tl.constexpr):
     """Merge the splits of one row in each program."""
-    merge_row(arrays, tl.program_id(0).to(tl.int64), rows, num_splits, MERGE)
+    merge_row(arrays, tl.program_id(0).to(tl.int64), rows, num_splits, num_tiles, MERGE)

@@ -52,7 +52,6 @@ class PromptShape(ForwardShape):
     """Static properties of a launch.
 
     Attributes:
-        tiles: entries of the table of tiles.
         query_heads, key_heads, group: heads, and query heads that share a key head.
         page_size: tokens of a page.
         has_page_table: whether there is a table of pages; without one, sequence b is page b.
@@ -62,7 +61,6 @@ class PromptShape(ForwardShape):
         has_sinks: whether each query head has a logit that takes part in the softmax without a value.
     """
 
-    tiles: int
     query_heads: int
     key_heads: int
     group: int
@@ -124,15 +122,16 @@ SCORES = gl.constexpr(PromptFunctions(score, plain_score))
 
 
 @gluon.jit
-def place_of(item, SHAPE: gl.constexpr):
-    """Return the tile and the key head of an item.
+def place_of(item, scalars, SHAPE: gl.constexpr):
+    """Return the tile and the key head of an item; those of the last item for numbers beyond.
 
     The last tiles of a few key heads come first, because under a causal mask they take longest.
     """
-    EACH: gl.constexpr = SHAPE.together * SHAPE.tiles
-    first = item // EACH * SHAPE.together
-    heads = gl.minimum(SHAPE.together, SHAPE.key_heads - first)
-    return SHAPE.tiles - 1 - item % EACH // heads, first + item % EACH % heads
+    item = gl.minimum(item, scalars.num_tiles * SHAPE.key_heads - 1)
+    each = scalars.together * scalars.num_tiles
+    first = item // each * scalars.together
+    heads = gl.minimum(scalars.together, SHAPE.key_heads - first)
+    return scalars.num_tiles - 1 - item % each // heads, first + item % each % heads
 
 
 @gluon.jit
@@ -148,7 +147,7 @@ def read_tile(arrays, scalars, tile, SHAPE: gl.constexpr):
     # Rows that belong to no sequence have no keys.
     keys = gl.where(sequence < 0, 0, keys)
     if SHAPE.few > 0:
-        whole = gl.load(arrays.tiles + (SHAPE.tiles + gl.maximum(sequence, 0)) * 4 + 1)
+        whole = gl.load(arrays.tiles + (scalars.num_tiles + gl.maximum(sequence, 0)) * 4 + 1)
         queries = gl.where((sequence >= 0) & (whole <= SHAPE.few), 0, queries)
     return row, queries, position, sequence, keys
 
@@ -228,13 +227,13 @@ def load(memory, row_numbers, arrays, scalars, SHAPE: gl.constexpr):
     WIDTH: gl.constexpr = SHAPE.features
     GROUP: gl.constexpr = SHAPE.group
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    ITEMS: gl.constexpr = SHAPE.tiles * SHAPE.key_heads
+    items = scalars.num_tiles * SHAPE.key_heads
     number = 0
     count = 0
     item = gl.program_id(0)
-    tile, key_head = place_of(item, SHAPE)
+    tile, key_head = place_of(item, scalars, SHAPE)
     row, queries, position, sequence, keys = read_tile(arrays, scalars, tile, SHAPE)
-    while item < ITEMS:
+    while item < items:
         if queries > 0:
             begin, live, masked_at_end, masked = chunks_of(queries, position, keys, SHAPE)
             sequence = gl.maximum(sequence, 0)
@@ -274,9 +273,9 @@ def load(memory, row_numbers, arrays, scalars, SHAPE: gl.constexpr):
             count += 1
         # An item taken earlier might wait for this one while another program is idle.
         item = gl.atomic_add(arrays.counter, 1, sem="relaxed") + gl.num_programs(0)
-        tile, key_head = place_of(gl.minimum(item, ITEMS - 1), SHAPE)
+        tile, key_head = place_of(item, scalars, SHAPE)
         row, queries, position, sequence, keys = read_tile(arrays, scalars, tile, SHAPE)
-    announce(memory, count, ITEMS, 0, 0)
+    announce(memory, count, items, 0, 0)
 
 
 @gluon.jit
@@ -284,7 +283,7 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, SHAPE: gl.constexpr):
     """Compute the results of 64 rows of each item."""
     HALF: gl.constexpr = SHAPE.rows // 2
     WIDTH: gl.constexpr = SHAPE.columns
-    ITEMS: gl.constexpr = SHAPE.tiles * SHAPE.key_heads
+    items = scalars.num_tiles * SHAPE.key_heads
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SHAPE.chunk, 16])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
     # The key of Triton's cache covers the source of functions that a kernel names, and `SCORES` hides this one.
@@ -293,9 +292,9 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, SHAPE: gl.constexpr):
     number = 0
     count = 0
     item, masked, live = next_item(memory, count)
-    tile, key_head = place_of(gl.minimum(item, ITEMS - 1), SHAPE)
+    tile, key_head = place_of(item, scalars, SHAPE)
     row, queries, position, sequence, keys = read_tile(arrays, scalars, tile, SHAPE)
-    while item < ITEMS:
+    while item < items:
         o_row = GROUP * HALF + gl.arange(0, HALF, gl.SliceLayout(1, S))
         numbers = per_query(scalars, position + o_row // SHAPE.group, keys, SHAPE)
         slot = count % SHAPE.query_slots
@@ -306,7 +305,7 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, SHAPE: gl.constexpr):
         number += gl.maximum(live, 1)
         # The next tile's numbers arrive while these results leave.
         item, masked, live = next_item(memory, count + 1)
-        tile, next_head = place_of(gl.minimum(item, ITEMS - 1), SHAPE)
+        tile, next_head = place_of(item, scalars, SHAPE)
         next_row, next_queries, position, next_sequence, keys = read_tile(arrays, scalars, tile, SHAPE)
         b_exponent = b_largest * SHAPE.unit
         b_shrink = gl.full_like(b_sum, 1.0)

@@ -18,6 +18,7 @@ from blockdiag.triton_kernels.launch.plan import (
     scalar_group,
 )
 from blockdiag.triton_kernels.paged.arguments import (
+    Entries,
     MergeArrays,
     MergeConstants,
     PagedShape,
@@ -189,12 +190,11 @@ class PagedLaunch:
         return replace(problem, query_tokens=problem.few_queries)
 
     @property
-    def _entry(self) -> int | None:
-        """The first entry of the table of tiles that this launch computes; None without a table."""
-        problem = self.problem
-        if problem.num_tiles is None:
-            return None
-        return 0 if problem.few_queries is None or self.kind == "prompts" else problem.num_tiles
+    def _entries(self) -> Entries:
+        """What the programs of this launch compute."""
+        if self.problem.num_tiles is None:
+            return "sequences"
+        return "tiles" if self.problem.few_queries is None or self.kind == "prompts" else "wholes"
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -281,7 +281,7 @@ class PagedLaunch:
             query_tiles=0,
             chunks=0,
             lines=0,
-            together=max(1, min(problem.key_heads, _STREAMED_BYTES // (problem.max_keys * problem.head_dim * 4))),
+            together=1,
             masks="some",
             is_listed=True,
             staging="none",
@@ -290,7 +290,6 @@ class PagedLaunch:
             has_weight=False,
             takes_turns=False,
             is_copied=True,
-            tiles=tiles,
             query_heads=problem.query_heads,
             key_heads=problem.key_heads,
             group=problem.group_size,
@@ -314,6 +313,10 @@ class PagedLaunch:
                 "arrays": array_group(PromptArrays, self.input_names, self.output_names),
                 "scalars": scalar_group(
                     PromptScalars,
+                    num_tiles=tiles,
+                    together=max(
+                        1, min(problem.key_heads, _STREAMED_BYTES // (problem.max_keys * problem.head_dim * 4))
+                    ),
                     max_pages=problem.max_pages,
                     num_pages=problem.num_pages,
                     max_keys=problem.max_keys,
@@ -349,8 +352,7 @@ class PagedLaunch:
             page_size=problem.page_size,
             has_page_table=problem.has_page_table,
             has_query_lengths=problem.has_query_lengths,
-            entry=self._entry,
-            wholes=problem.num_tiles or 0,
+            entries=self._entries,
             fewest=few + 1 if few and self.kind == "prompts" else None,
             most=few if few and self.kind == "splits" else None,
         )
@@ -391,6 +393,7 @@ class PagedLaunch:
                 "arrays": array_group(SplitArrays, self.input_names, self.output_names),
                 "scalars": scalar_group(
                     SplitScalars,
+                    num_tiles=problem.num_tiles or 0,
                     max_pages=problem.max_pages,
                     num_pages=problem.num_pages,
                     max_keys=problem.max_keys,
@@ -423,7 +426,8 @@ class PagedLaunch:
                 "arrays": array_group(MergeArrays, self.input_names, self.output_names),
                 "rows": Scalar(rows, "i32"),
                 "num_splits": Scalar(problem.num_splits, "i32"),
-                "MERGE": Constexpr(replace(merge, entry=self._entry, most=self.problem.few_queries)),
+                "num_tiles": Scalar(problem.num_tiles or 0, "i32"),
+                "MERGE": Constexpr(replace(merge, entries=self._entries, most=self.problem.few_queries)),
             },
             options=CompileOptions(num_warps=4),
         )
