@@ -85,7 +85,13 @@ KNOWN_SPILLS = {("one query", 120): 8, ("a batch of prompts, h256, all keys", 90
 @pytest.mark.every_case
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "one query" else []) for name in PROBLEMS]
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.versions] if name in ("one query", "prompts beside other sequences") else []
+        )
+        for name in PROBLEMS
+    ],
 )
 def test_plan_fits_its_architecture(name, arch):
     problem = PROBLEMS[name]
