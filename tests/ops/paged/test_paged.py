@@ -244,7 +244,7 @@ def test_sequences_beside_prompts_are_merged_from_splits_into_the_same_results(p
 
 
 def test_prompts_computed_apart_under_vmap_equal_single_calls(prompts_apart):
-    test_packed_prompts_under_vmap_equal_single_calls()
+    test_packed_queries_under_vmap_equal_single_calls([0, 1, 1, 40, 41, 80, 83])
 
 
 def test_number_of_tiles_grows_with_queries_and_sequences():
@@ -294,11 +294,16 @@ def test_prompts_in_chunks_of_whole_tiles_equal_the_whole_bitwise_with_a_split_s
             np.testing.assert_array_equal(np.asarray(one, np.float32), expected[first:end])
 
 
-def test_packed_prompts_under_vmap_equal_single_calls():
+@pytest.mark.parametrize(
+    "other", [[0, 1, 1, 40, 41, 80, 83], [0, 0, 1, 2, 3, 4, 5]], ids=["prompts", "sequences of at most one query"]
+)
+def test_packed_queries_under_vmap_equal_single_calls(other):
     packed, _ = padded_to_packed(MIXED)
     queries = jnp.stack([packed["query"], 2 * packed["query"]])
-    offsets = jnp.stack([packed["query_offsets"], jnp.asarray([0, 1, 1, 40, 41, 80, 83], jnp.int32)])
+    first = packed["query_offsets"] if other[3] > 3 else jnp.asarray([0, 1, 2, 2, 3, 4, 4], jnp.int32)
+    offsets = jnp.stack([first, jnp.asarray(other, jnp.int32)])
     given = {key: x for key, x in packed.items() if key not in ("query", "query_offsets")}
+    given["max_query_length"] = None if other[3] > 3 else 1
     mapped = jax.vmap(lambda query, offsets: attend(query, query_offsets=offsets, **given))(queries, offsets)
     for i in range(2):
         one = attend(queries[i], query_offsets=offsets[i], **given)

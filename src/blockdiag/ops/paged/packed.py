@@ -197,13 +197,15 @@ def by_tiles(forward: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple
         )
         place = jnp.where(own < count[:, None], place, problem.packed_rows)
 
+        tile_row, tile_count, _, tile_sequence = (x[:, None] for x in tiles[: problem.num_tiles].T)
+        tile_place = jnp.where((tile_sequence < 0) & (own < tile_count), tile_row + own, problem.packed_rows)
+        is_outside = jnp.zeros(problem.packed_rows, bool).at[tile_place].set(True, mode="drop")
+
         def packed(x: Array, outside: float) -> Array:
             rows = jnp.full((problem.packed_rows, *x.shape[2:]), outside, x.dtype)
             if are_whole:
-                # The rows between the first and the last query are NaN where a sequence is longer than the call says.
-                number = jnp.arange(problem.packed_rows, dtype=jnp.int32)
-                is_inside = (number >= row[0]) & (number < row[-1] + count[-1])
-                rows = jnp.where(is_inside.reshape(-1, *[1] * (x.ndim - 2)), jnp.nan, rows).astype(x.dtype)
+                # Rows that are not written belong to no sequence, or to one that is longer than the call says.
+                rows = jnp.where(is_outside.reshape(-1, *[1] * (x.ndim - 2)), rows, jnp.nan).astype(x.dtype)
             return rows.at[place].set(x, mode="drop")
 
         output, log_sum = results
