@@ -64,6 +64,9 @@ PROBLEMS = {
         BASE, batch=2, query_tokens=700, few_queries=0, num_splits=1, head_dim=256, value_dim=256, is_causal=False,
         has_page_table=False,
     ).tiled,
+    "more tiles than the last axis of a grid has": dataclasses.replace(
+        BASE, batch=64, query_tokens=8192, query_heads=128, few_queries=0, num_splits=1
+    ).tiled,
     "prompts, e4m3": dataclasses.replace(NARROW, packed_rows=4096, query_tokens=4096, few_queries=8).tiled,
     "h256, contiguous, not causal": dataclasses.replace(
         BASE, head_dim=256, value_dim=256, has_page_table=False, is_causal=False, window=(None, 64), num_splits=1

@@ -13,6 +13,7 @@ from blockdiag.common.dispatch import capabilities, resolve
 from blockdiag.ops.paged import checks
 from blockdiag.ops.paged.checks import describe_paged_call
 from blockdiag.ops.paged.splits import choose_splits
+from blockdiag.triton_kernels.paged import plans
 from tests.ops.block_diagonal.test_transformations import assert_close, random_arrays
 from tests.ops.paged_support import MIXED, MIXED_CASES, PagedCase, assert_accurate, simple_arguments
 from tests.support import compiled_quickly
@@ -189,7 +190,10 @@ def test_packed_queries_equal_padded_queries_bitwise(max_query_length):
 @pytest.mark.parametrize("options", [{}, {"num_splits": 2}, {"split_size": 64}], ids=str)
 @pytest.mark.parametrize("name", MIXED_CASES)
 def test_packed_prompts_beside_decoding_sequences_are_accurate(name, options, implementation):
-    case = MIXED_CASES[name]
+    assert_packed_call_is_accurate(MIXED_CASES[name], implementation, options)
+
+
+def assert_packed_call_is_accurate(case, implementation, options):
     packed, is_row = padded_to_packed(case)
     arrays = {key: x for key, x in packed.items() if isinstance(x, jax.Array)}
     options = options | {key: x for key, x in packed.items() if key not in arrays}
@@ -216,7 +220,7 @@ def test_packed_prompts_computed_apart_are_accurate(name, implementation, prompt
     problem = describe(arrays, **options)
     # All cases have sequences on both sides of the limit.
     assert problem.few_queries == 32 // problem.group_size
-    test_packed_prompts_beside_decoding_sequences_are_accurate(name, {}, implementation)
+    assert_packed_call_is_accurate(MIXED_CASES[name], implementation, {})
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
@@ -245,6 +249,52 @@ def test_sequences_beside_prompts_are_merged_from_splits_into_the_same_results(p
 
 def test_prompts_computed_apart_under_vmap_equal_single_calls(prompts_apart):
     test_packed_queries_under_vmap_equal_single_calls([0, 1, 1, 40, 41, 80, 83])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+def test_prompts_with_more_heads_than_a_tile_has_rows_are_accurate(implementation, prompts_apart):
+    """A tile then has one query, as sequences with few queries have."""
+    case = dataclasses.replace(
+        MIXED, query_heads=96, kv_lengths=(20, 5), query_lengths=(9, 1), query_tokens=9, dtype="bfloat16"
+    )
+    assert_packed_call_is_accurate(case, implementation, {})
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}], ids=str)
+def test_tiles_on_the_first_axis_of_a_grid_are_accurate(options, prompts_apart, monkeypatch):
+    """Where there are more of them than the last axis can have."""
+    monkeypatch.setattr(plans, "_MOST_ON_AXIS", 1)
+    assert_packed_call_is_accurate(dataclasses.replace(MIXED, dtype="float16"), "triton", options)
+
+
+def test_calls_that_are_no_prompts_keep_their_splits():
+    """One query of many heads, drafts, and a symbolic number of heads."""
+    problem = dataclasses.replace(
+        PagedCase(kv_lengths=(9,)).problem, batch=64, query_heads=128, key_heads=1, max_pages=8192, page_size=16,
+        num_pages=8192, query_dtype="bfloat16", key_dtype="bfloat16", value_dtype="bfloat16",
+    )  # fmt: skip
+    assert checks.with_chosen_splits(problem).few_queries is None
+    drafts = dataclasses.replace(problem, batch=13, query_tokens=5, key_heads=8)
+    assert checks.with_chosen_splits(drafts).num_splits > 1
+    assert checks.with_chosen_splits(dataclasses.replace(problem, query_tokens=64)).few_queries == 0
+    (heads,) = jax.export.symbolic_shape("h")
+    symbolic = dataclasses.replace(problem, query_tokens=64, query_heads=2 * heads, key_heads=heads)
+    assert checks.with_chosen_splits(symbolic).few_queries is None
+
+
+def test_windows_of_packed_queries_end_at_the_rows():
+    """A window that no query can reach is none, though queries of a sequence have no bound."""
+    arguments = simple_arguments(batch=1, tokens=3)
+    packed = arguments | {"query": arguments["query"][0], "query_offsets": jnp.asarray([0, 3], jnp.int32)}
+    problem = describe(packed, is_causal=False, local_window_size=(None, 2**31 - 1))
+    assert problem.window == (None, None)
+
+
+def test_vmap_over_no_elements_returns_none():
+    arguments = simple_arguments()
+    query = jnp.zeros((0, *arguments.pop("query").shape))
+    output, log_sum = jax.vmap(lambda query: attend(query, **arguments))(query)
+    assert output.shape == query.shape and log_sum.shape == query.shape[:-1]
 
 
 def test_number_of_tiles_grows_with_queries_and_sequences():

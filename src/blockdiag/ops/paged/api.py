@@ -371,7 +371,8 @@ def _mappable(call: Call) -> Any:
         problem, folded = fold_paged(call.problem, axis_size, is_mapped, operands)
         problem = splits_chosen_again(problem) if call.chooses_splits else problem
         results = _mappable(Call(problem, call.implementations, call.chooses_splits))(*folded)
-        results = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), results)
+        rows = call.problem.batch if call.problem.packed_rows is None else call.problem.packed_rows
+        results = jax.tree.map(lambda x: x.reshape(axis_size, rows, *x.shape[1:]), results)
         return results, (True, True)
 
     return compute

@@ -13,7 +13,7 @@ import numpy as np
 from blockdiag.common import validation
 from blockdiag.common.arrays import dtype_name, is_traced, known_values
 from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, FLOATS
-from blockdiag.common.sizes import is_symbolic
+from blockdiag.common.sizes import is_symbolic, smaller_bound
 from blockdiag.ops.paged.problem import NO_BOUND, CacheScale, PagedProblem
 from blockdiag.ops.paged.splits import choose_splits
 
@@ -56,7 +56,9 @@ def describe_paged_call(
     max_pages = page_table.shape[1] if has_table else 1
     max_keys = max_pages * page_size
     is_causal = validation.check_is_causal(is_causal)
-    is_causal, window = check_window(local_window_size, is_causal, max_keys, query_tokens)
+    # Packed queries may have no bound, but no sequence has more of them than there are rows.
+    most_queries = query_tokens if query_offsets is None else smaller_bound(query_tokens, query.shape[0])
+    is_causal, window = check_window(local_window_size, is_causal, max_keys, most_queries)
     _check_sinks(sinks, query_heads)
     pool = (num_pages, page_size, key_heads)
     query_kind = check_cache_scale("query_scale", query_scale, batch, key_heads, None)
@@ -118,21 +120,29 @@ def splits_chosen_again(problem: PagedProblem) -> PagedProblem:
 
 # Rows over all heads from which prompts fill a GPU without splits, 64 tiles. With fewer, splits are as fast.
 FEWEST_PROMPT_ROWS = 8192
+# Queries from which the sequences of a batch are prompts.
+FEWEST_PROMPT_QUERIES = 32
 
 
 def _few_queries(problem: PagedProblem) -> int | None:
-    """Return `few_queries` of a call whose splits are chosen: None if it has too few rows of prompts."""
+    """Return `few_queries` of a call whose splits are chosen.
+
+    None if prompts are computed like other sequences: there are too few rows of them, a batch has no prompts or another
+    dtype, or a size is symbolic.
+    """
+    is_batch = problem.packed_rows is None
     rows = problem.batch * problem.query_tokens if problem.packed_rows is None else problem.packed_rows
-    sizes = (problem.batch, problem.query_tokens, rows, problem.max_pages)
+    sizes = (problem.batch, problem.query_tokens, rows, problem.max_pages, problem.query_heads, problem.key_heads)
     if any(is_symbolic(size) for size in sizes) or problem.is_empty:
         return None
     has_prompts = problem.query_tokens * problem.group_size > 64
     if has_prompts and rows * problem.query_heads < FEWEST_PROMPT_ROWS:
         return None
-    if problem.packed_rows is not None:
+    if not is_batch:
         return problem.most_few_queries
     # All sequences of a batch are taken to be prompts. Eight-bit caches are read faster by the splits.
     dtypes = {problem.query_dtype, problem.key_dtype, problem.value_dtype}
+    has_prompts = has_prompts and problem.query_tokens >= FEWEST_PROMPT_QUERIES
     return 0 if has_prompts and dtypes <= {"bfloat16", "float16"} else None
 
 

@@ -161,7 +161,7 @@ def by_tiles(forward: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple
         query, key, value, page_table, kv_lengths, _, sinks, score_scale, key_scales, value_scales, _ = operands
         assert query is not None and kv_lengths is not None and tiles is not None and problem.packed_rows is not None
         # Where no sequence has more queries than a tile, there are fewer sequences than tiles.
-        are_whole = problem.few_queries is not None and problem.few_queries >= problem.query_tokens
+        are_whole = problem.few_queries is not None and (problem.most_queries or 0) <= problem.query_tokens
         entries = slice(problem.num_tiles, None) if are_whole else slice(problem.num_tiles)
         row, count, position, sequence = tiles[entries].T
         is_inside, sequence = sequence >= 0, jnp.maximum(sequence, 0)

@@ -40,6 +40,7 @@ class PagedProblem:
             sequence. Otherwise greater lengths are clipped.
         packed_rows: rows of packed queries [packed_rows, N, H], whose sequences offsets give; None for a batch.
         num_tiles: tiles of `query_tokens` packed queries, which a table gives, see `packed`; None without a table.
+        most_queries: with a table, the most queries that a sequence of the call may have.
         few_queries: sequences with at most this number of queries are computed apart from the others, in `num_splits`
             splits; the others are computed in one split. None: all sequences are computed alike.
         query_heads, key_heads: N and K; N is a multiple of K.
@@ -93,6 +94,7 @@ class PagedProblem:
     has_more_queries: bool = False
     packed_rows: int | None = None
     num_tiles: int | None = None
+    most_queries: int | None = None
     few_queries: int | None = None
 
     @property
@@ -116,6 +118,7 @@ class PagedProblem:
             self,
             packed_rows=rows,
             num_tiles=rows // tokens + segments,
+            most_queries=self.query_tokens,
             query_tokens=tokens,
             has_query_lengths=False,
         )

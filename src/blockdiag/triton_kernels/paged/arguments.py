@@ -84,7 +84,7 @@ class PromptScalars(NamedTuple):
 
     Attributes:
         num_tiles, max_pages, num_pages, max_keys: see `SplitScalars`.
-        together: the number of key heads whose items are interleaved; their keys and values fit into L2.
+        together: the number of key heads whose items are interleaved; those of one sequence fit into L2.
         slope: factor of products in the soft cap; ignored without one.
     """
 
@@ -105,6 +105,7 @@ class PagedShape:
         group_size: query heads that share a key head.
         page_size: tokens of a page.
         entries: what programs compute: tiles, whole sequences of a table of tiles, or sequences without a table.
+        is_long: whether there may be more entries than the last axis of a grid can have; they are then on the first.
         fewest, most: of sequences with less or more queries, the launch computes nothing; None for no bound.
     """
 
@@ -118,6 +119,7 @@ class PagedShape:
     has_page_table: bool
     has_query_lengths: bool
     entries: Entries
+    is_long: bool
     fewest: int | None
     most: int | None
 

@@ -1,4 +1,6 @@
-"""Kernels of paged attention: few queries attend to one split of a sequence's keys, then the splits are merged.
+"""Kernels of paged attention: queries attend to one split of a sequence's keys, then the splits are merged.
+
+They are made for few queries. Prompts have a kernel of their own on Hopper; elsewhere they are computed here, too.
 
 The queries of all heads that share a key head are rows of one tile, so the cache is read once. Few rows become the
 right operand of products, after the keys or the transposed values. Tensor cores accept 8 rows there, and each warp has
@@ -210,14 +212,20 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
     ROW_AXIS: tl.constexpr = 1 - KEY_AXIS
     # An unaligned tile may lie in two pages, whatever the page size is. page_size + 1 never divides page_size.
     SPAN: tl.constexpr = KEYS if TILE.is_aligned else SHAPE.page_size + 1
-    split = tl.program_id(0) // TILE.row_tiles
+    part = tl.program_id(0)
     key_head = tl.program_id(1)
     batch = tl.program_id(2)
+    entries = tl.num_programs(2)
+    if SHAPE.is_long:
+        part = tl.program_id(2)
+        batch = tl.program_id(0)
+        entries = tl.num_programs(0)
+    split = part // TILE.row_tiles
     sequence, keys, queries, written, first_query, query_row = place_of(arrays, scalars, batch, SHAPE)
     if OPTIONS.is_causal and (SHAPE.entries != "sequences"):
         # The keys after a tile's last query are left out, so that splits divide the others.
         keys = tl.minimum(keys, tl.maximum(first_query + queries, 0))
-    first_row = tl.program_id(0) % TILE.row_tiles * ROWS
+    first_row = part % TILE.row_tiles * ROWS
     o_row = first_row + tl.arange(0, ROWS)
     m_row = o_row < queries * GROUP
     b_position = first_query + o_row // GROUP
@@ -361,7 +369,7 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
         m_store = m_row & (b_sum != 0)
         if SHAPE.entries != "sequences":
             b_place = rows_of_heads(o_row, batch.to(tl.int64) * SHAPE.query_tokens, key_head, SHAPE)
-        b_place += split.to(tl.int64) * tl.num_programs(2) * (SHAPE.query_tokens * SHAPE.query_heads)
+        b_place += split.to(tl.int64) * entries * (SHAPE.query_tokens * SHAPE.query_heads)
         tl.store(arrays.part_sum + b_place, tl.where(m_row, b_log_sum, float("-inf")), mask=m_there)
     b_norm = along(b_norm, ROW_AXIS)
     store_output(target, b_place, o_value * VALUE_STEP, b_output * b_norm, m_store, SHAPE, ROW_AXIS)

@@ -102,6 +102,7 @@ def _preferred_config(problem: PagedProblem, arch: int) -> SplitConfig:
 def prompt_slots(head_dim: int) -> tuple[int, int, int]:
     """Return the keys of a chunk, the slots of chunks, and the slots of queries of the kernel of prompts on Hopper.
 
-    They fill shared memory: 128 queries in each of their slots, and a chunk of keys and values in each of the others.
+    They fit into shared memory: 128 queries in each of their slots, and a chunk of keys and values in each of the
+    others.
     """
     return {64: (128, 4, 2), 128: (128, 2, 2), 256: (64, 2, 1)}[head_dim]

@@ -32,6 +32,9 @@ from blockdiag.triton_kernels.paged.arguments import (
 from blockdiag.triton_kernels.paged.configs import ADJUSTMENTS, SPLIT_GRAIN, prompt_slots, split_config
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
+# Programs along the second and the last axis of a grid.
+_MOST_ON_AXIS = 65535
+
 Kind = Literal["prompts", "splits", "merge"]
 
 
@@ -44,7 +47,9 @@ def supports(problem: PagedProblem) -> str | None:
         return reason
     entries = problem.batch if problem.num_tiles is None else problem.num_tiles
     rows = entries * problem.query_tokens * problem.query_heads
-    if rows >= 2**31 or problem.max_keys >= 2**31 or max(entries, problem.key_heads) > 65535:
+    # Tiles may be on the first axis of a grid, which has no such limit.
+    on_last_axis = entries if problem.num_tiles is None else 0
+    if rows >= 2**31 or problem.max_keys >= 2**31 or max(on_last_axis, problem.key_heads) > _MOST_ON_AXIS:
         return "the call has more rows, keys, sequences or heads than the kernels can count; split the batch"
     return None
 
@@ -339,6 +344,8 @@ class PagedLaunch:
         config = adjusted(split_config(problem, target.arch), ADJUSTMENTS, problem, self.kind, target.arch)
         rows = problem.query_tokens * problem.group_size
         row_tiles = -(-rows // config.rows)
+        parts = max(1, problem.num_splits * row_tiles)
+        is_long = problem.batch > _MOST_ON_AXIS
         left, right = problem.window
         if problem.is_causal and right is not None:
             right = min(right, 0)
@@ -353,6 +360,7 @@ class PagedLaunch:
             has_page_table=problem.has_page_table,
             has_query_lengths=problem.has_query_lengths,
             entries=self._entries,
+            is_long=is_long,
             fewest=few + 1 if few and self.kind == "prompts" else None,
             most=few if few and self.kind == "splits" else None,
         )
@@ -385,7 +393,7 @@ class PagedLaunch:
         return LaunchPlan(
             name=self.name,
             kernel=paged_splits,
-            grid=(max(1, problem.num_splits * row_tiles), problem.key_heads, problem.batch),
+            grid=(problem.batch, problem.key_heads, parts) if is_long else (parts, problem.key_heads, problem.batch),
             inputs=self.inputs,
             outputs=self.outputs,
             aliases=self._aliases,
