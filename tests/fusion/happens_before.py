@@ -32,9 +32,7 @@ class Race(AssertionError):
 
 @dataclass
 class Known:
-    """What an actor knows: the time and the last fence of each actor, the completed copies, and those of them before
-    a fence.
-    """
+    """What an actor knows: times and last fences of all actors, completed copies, and those that a fence followed."""
 
     times: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))
     fences: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))

@@ -116,7 +116,7 @@ def paged_attention(
             start with 0 and do not decrease. Rows beyond the last offset give 0 and -inf.
         max_query_length: upper bound on the queries of a packed sequence, known when tracing; None for no bound. It
             helps if no sequence has more than 64 / (N / K) queries. A longer sequence raises a ValueError where
-            offsets are known; where they are traced, its results are right or NaN.
+            offsets are known; where they are traced, its results are right or NaN, or 0 if the bound is 0.
         scale: positive factor on the scores; 1 / sqrt(H) when None. Known when tracing.
         is_causal: whether the keys after a query's own position are masked.
         local_window_size: maximum number of keys that a query sees before and after its own position, as in

@@ -118,7 +118,7 @@ def splits_chosen_again(problem: PagedProblem) -> PagedProblem:
     return dataclasses.replace(problem, num_splits=chosen)
 
 
-# Rows over all heads from which prompts fill a GPU without splits, 64 tiles. With fewer, splits are as fast.
+# Rows over all heads from which prompts occupy a GPU without splits: 64 tiles.
 FEWEST_PROMPT_ROWS = 8192
 # Queries from which the sequences of a batch are prompts.
 FEWEST_PROMPT_QUERIES = 32
@@ -135,12 +135,12 @@ def _few_queries(problem: PagedProblem) -> int | None:
     sizes = (problem.batch, problem.query_tokens, rows, problem.max_pages, problem.query_heads, problem.key_heads)
     if any(is_symbolic(size) for size in sizes) or problem.is_empty:
         return None
-    has_prompts = problem.query_tokens * problem.group_size > 64
+    has_prompts = problem.may_have_prompts
     if has_prompts and rows * problem.query_heads < FEWEST_PROMPT_ROWS:
         return None
     if not is_batch:
         return problem.most_few_queries
-    # All sequences of a batch are taken to be prompts. Eight-bit caches are read faster by the splits.
+    # All sequences of a batch are taken to be prompts. Only 16-bit floats have a kernel for them.
     dtypes = {problem.query_dtype, problem.key_dtype, problem.value_dtype}
     has_prompts = has_prompts and problem.query_tokens >= FEWEST_PROMPT_QUERIES
     return 0 if has_prompts and dtypes <= {"bfloat16", "float16"} else None

@@ -124,9 +124,14 @@ class PagedProblem:
         )
 
     @property
+    def may_have_prompts(self) -> bool:
+        """Whether a sequence may have more queries than a tile of the splits' kernel."""
+        return self.query_tokens * self.group_size > _TILE_ROWS
+
+    @property
     def most_few_queries(self) -> int:
         """`few_queries` of packed queries: all that a sequence may have if they fit into a tile, otherwise a few."""
-        if self.query_tokens * self.group_size <= _TILE_ROWS:
+        if not self.may_have_prompts:
             return self.query_tokens
         return max(1, _FEW_ROWS // self.group_size)
 

@@ -153,6 +153,12 @@ def read_tile(arrays, scalars, tile, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def head_rows(o_row, row, key_head, SHAPE: gl.constexpr):
+    """Return the rows of [packed rows, query_heads] for rows of a tile, which begins at packed row `row`."""
+    return (row + o_row // SHAPE.group) * SHAPE.query_heads + key_head * SHAPE.group + o_row % SHAPE.group
+
+
+@gluon.jit
 def chunks_of(queries, position, keys, SHAPE: gl.constexpr):
     """Return the first chunk that a tile sees, the number of chunks, those masked at the end, and all masked ones."""
     CHUNK: gl.constexpr = SHAPE.chunk
@@ -243,7 +249,7 @@ def load(memory, row_numbers, arrays, scalars, SHAPE: gl.constexpr):
             slot = count % QUERY_SLOTS
             mbarrier.wait(memory.query_empty.index(slot), count // QUERY_SLOTS % 2 ^ 1)
             o_row = gl.arange(0, ROWS, LINE)
-            b_head = (row + o_row // GROUP) * SHAPE.query_heads + key_head * GROUP + o_row % GROUP
+            b_head = head_rows(o_row, row, key_head, SHAPE)
             # All threads have read the last rows' numbers, since `announce` has a barrier.
             row_numbers.slice(0, ROWS).store(gl.where(o_row < queries * GROUP, b_head, -1))
             thread_barrier()
@@ -322,8 +328,7 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, SHAPE: gl.constexpr):
         is_empty = b_sum == 0
         b_factor = gl.where(is_empty, 0.0, b_shrink / b_sum)
         b_log_sum = gl.where(is_empty, float("-inf"), (b_exponent + gl.log2(b_sum)) * LN_2)
-        b_place = (row + o_row // SHAPE.group) * SHAPE.query_heads + key_head * SHAPE.group + o_row % SHAPE.group
-        gl.store(arrays.log_sum + b_place, b_log_sum, mask=o_row < queries * SHAPE.group)
+        gl.store(arrays.log_sum + head_rows(o_row, row, key_head, SHAPE), b_log_sum, mask=o_row < queries * SHAPE.group)
         # The products with the queries have completed, so results can take their place.
         b_norm = gl.expand_dims(gl.convert_layout(b_factor, gl.SliceLayout(1, b_output.type.layout)), 1)
         # A selection, not a product: a value that no query sees may be NaN.
@@ -331,7 +336,7 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, SHAPE: gl.constexpr):
         thread_barrier()
         o_line = GROUP * HALF + gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(1, LINES)), 1)
         o_column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LINES)), 0)
-        b_line = (row + o_line // SHAPE.group) * SHAPE.query_heads + key_head * SHAPE.group + o_line % SHAPE.group
+        b_line = head_rows(o_line, row, key_head, SHAPE)
         gl.store(arrays.output + b_line.to(gl.int64) * WIDTH + o_column, query.load(LINES),
                  mask=(o_line < queries * SHAPE.group) & (o_column >= 0))
         thread_barrier()

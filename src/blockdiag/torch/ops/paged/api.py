@@ -113,7 +113,7 @@ def paged_attention(
             the last offset give 0 and -inf.
         max_query_length: maximum length of a packed sequence of queries; no bound when None. It helps if no sequence
             has more than 64 / (N / K) queries. A longer sequence is a ValueError on the CPU; on a GPU its results are
-            right or NaN.
+            right or NaN, or 0 if the bound is 0.
         scale: positive factor on the scores; 1 / sqrt(H) when None.
         is_causal: whether a query sees no keys after its own position.
         local_window_size: maximum number of keys that a query sees before and after its own position: one integer, or
