@@ -34,7 +34,13 @@ from tests.fusion.gluon_protocol import (
 from tests.fusion.happens_before import Known, Races, Record
 
 _NAMES = {"float32": np.float32, "int32": np.int32, "int64": np.int64, "uint32": np.uint32, "int8": np.int8}
-_DTYPES = {**_NAMES, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_DTYPES = {
+    **_NAMES,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+    "float8e4nv": ml_dtypes.float8_e4m3fn,
+    "float8e5": ml_dtypes.float8_e5m2,
+}
 
 
 class Dtype:
@@ -95,9 +101,15 @@ class Shared:
         count = int(np.prod(shape))
         if dtype.numpy == self.values.dtype:
             return self._view(lambda x: x.reshape(-1)[:count].reshape(shape))
-        # Accesses through a view with another dtype are not checked.
-        count *= dtype.numpy.itemsize
-        return Shared(self.values.reshape(-1).view(np.uint8)[:count].view(dtype.numpy).reshape(shape))
+        size = dtype.numpy.itemsize
+        values = self.values.reshape(-1).view(np.uint8)[: count * size].view(dtype.numpy).reshape(shape)
+        parts = size // self.values.itemsize
+        if self.record is None or parts == 0:
+            # Accesses to parts of elements are not checked.
+            return Shared(values)
+        return Shared(
+            values, self.races, self.record.view(lambda x: x.reshape(-1)[: count * parts].reshape(*shape, parts))
+        )
 
     def load(self, layout: object) -> Array:
         del layout
@@ -385,7 +397,7 @@ class _Values(Language):
         self.release: Callable[[], None] = lambda: None
         for name, dtype in _DTYPES.items():
             setattr(self, name, Dtype(dtype))
-        self.exp, self.exp2, self.log2 = np.exp, np.exp2, np.log2
+        self.exp, self.exp2, self.log2, self.abs = np.exp, np.exp2, np.log2, np.abs
         self.rsqrt = lambda tile: 1.0 / np.sqrt(tile)
 
     def arange(self, first: int, end: int, layout: object) -> Array:
@@ -537,6 +549,13 @@ def _add_rows(first: Global, offsets: Array, tile: Array) -> None:
     first.values[place] += tile
 
 
+def _bytes_of(first: Array, second: Array, selector: int) -> Array:
+    """Return words of the bytes that a selector names, as the instruction `prmt` does."""
+    given = np.concatenate([np.ascontiguousarray(x)[..., None].view(np.uint8) for x in (first, second)], -1)
+    order = [selector >> 4 * i & 15 for i in range(4)]
+    return array(np.ascontiguousarray(given[..., order]).view(np.int32)[..., 0])
+
+
 def _run(
     plan: LaunchPlan,
     given: dict[str, list[np.ndarray]],
@@ -576,6 +595,7 @@ def _run(
         "add_rows": _add_rows,
         "widened": lambda tile: tile.astype(np.float32),
         "rounded_product": lambda left, right: left * right,
+        "bytes_of": _bytes_of,
     }
     if isinstance(plan.kernel, GeneratedKernel):
         text, name = plan.kernel.text, plan.kernel.name

@@ -17,9 +17,11 @@ import numpy as np
 from triton.language import constexpr
 
 from blockdiag.triton_kernels.dense import hopper_backward, hopper_forward
+from blockdiag.triton_kernels.paged import hopper_prompts
 from blockdiag.triton_kernels.parts import resident_tiles
 
-TEMPLATES = (hopper_backward, hopper_forward)
+# In the order in which their names hide each other.
+TEMPLATES = (hopper_backward, hopper_forward, hopper_prompts)
 
 
 class Deadlock(AssertionError):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import subprocess
 import sys
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -155,16 +156,46 @@ def test_prompts_computed_apart_are_accurate_and_equal_jax_bitwise(name, monkeyp
 
 
 def test_kernel_of_prompts_runs_on_hopper(monkeypatch):
-    """Prompts in 16-bit floats; scales are left to the plain kernel."""
+    """16-bit prompts with scales are left to the plain kernel."""
     monkeypatch.setattr(checks, "FEWEST_PROMPT_ROWS", 0)
-    capability = torch.cuda.get_device_capability()
-    for name, is_for_hopper in (("bfloat16, pages of 16", True), ("scales", False)):
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    kernels = {
+        "bfloat16, pages of 16": {"paged_prompts"},
+        "scales": set(),
+        "e4m3": {"paged_eight_bit_prompts"},
+        "e4m3, scales by token, group of 6": {"paged_eight_bit_prompts"},
+    }
+    for name, kernel in kernels.items():
         arguments, _ = packed_arguments_of(PROMPT_CASES[name], GPU)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             attend(arguments | {"num_splits": None})
             torch.cuda.synchronize()
-        names = {event.name for event in profile.events()}
-        assert ("paged_prompts" in names) == (is_for_hopper and capability == (9, 0)), names
+        found = {event.name for event in profile.events()} & {"paged_prompts", "paged_eight_bit_prompts"}
+        assert found == (kernel if is_hopper else set()), name
+
+
+def test_eight_bit_sums_over_a_long_cache_are_accurate():
+    """Tensor cores alone would lose a part of a sum over 131,072 keys."""
+    keys, tokens, heads, width = 131_072, 64, 4, 128
+    generator = torch.Generator(GPU).manual_seed(0)
+    draw = functools.partial(torch.randn, device=GPU, generator=generator)
+    query = draw(1, tokens, heads, width).to(torch.float8_e4m3fn)
+    key = draw(1, keys, 1, width).to(torch.float8_e4m3fn)
+    value = (draw(1, keys, 1, width) + 2).to(torch.float8_e4m3fn)
+    lengths = torch.tensor([keys], dtype=torch.int32, device=GPU)
+    with unittest.mock.patch.object(checks, "FEWEST_PROMPT_ROWS", 0):
+        output, log_sum = attend(
+            dict(query=query, key_pages=key, value_pages=value, page_table=None, kv_lengths=lengths, is_causal=False)
+        )
+    scores = torch.einsum("tnh,jh->ntj", query[0].double(), key[0, :, 0].double()) * width**-0.5
+    true = torch.einsum("ntj,jh->tnh", scores.softmax(-1), value[0, :, 0].double())
+    powers = (scores - scores.amax(-1, keepdim=True)).exp()
+    rounded = (powers * 256).to(torch.float8_e4m3fn).double()
+    naive = torch.einsum("ntj,jh->tnh", rounded, value[0, :, 0].double()) / 256 / powers.sum(-1).T[..., None]
+    allowed = 2 * (naive - true).abs().max() + 2 * torch.finfo(torch.bfloat16).eps * true.abs().max()
+    assert (output[0].double() - true).abs().max() <= allowed
+    assert ((output[0].double() - true).mean() / true.mean()).abs() < 2**-8
+    assert (log_sum[0].double() - scores.logsumexp(-1).T).abs().max() < 2**-10 * scores.logsumexp(-1).max()
 
 
 def test_out_of_range_lengths_and_pages_are_clipped():

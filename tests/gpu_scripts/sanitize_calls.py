@@ -256,7 +256,14 @@ def _paged() -> Iterator[Call]:
 def _prompt_cases() -> dict[str, Any]:
     from tests.ops.paged_support import PROMPT_CASES
 
-    names = ("bfloat16, pages of 16", "heads of 256, pages of 3", "window, sinks, soft cap, heads of 64", "scales")
+    names = (
+        "bfloat16, pages of 16",
+        "heads of 256, pages of 3",
+        "window, sinks, soft cap, heads of 64",
+        "scales",
+        "e4m3, many chunks, all keys",
+        "e4m3, scales by token, group of 6",
+    )
     return {name: PROMPT_CASES[name] for name in names}
 
 

@@ -49,6 +49,8 @@ class PagedCase:
         page_size: tokens of a page; None for a contiguous cache.
         spare_pages: columns of the page table beyond what the longest sequence needs.
         score_scale: whether there is a factor for each sequence and key head.
+        eight_bit_products: whether weights may be rounded to eight bits, and scores added with about 14 bits, as the
+            kernel of prompts for Hopper does.
     """
 
     kv_lengths: tuple[int, ...]
@@ -73,6 +75,7 @@ class PagedCase:
     value_scale: str = "none"
     num_splits: int = 1
     split_size: int | None = None
+    eight_bit_products: bool = False
 
     @property
     def problem(self) -> PagedProblem:
@@ -236,7 +239,22 @@ PROMPT_CASES = {
     # The plain kernel computes these on Hopper, too.
     "values of another width": dataclasses.replace(PROMPTS, value_dim=64),
     "scales": dataclasses.replace(PROMPTS, score_scale=True, value_scale="head"),
-}
+    "e4m3": dataclasses.replace(PROMPTS, dtype="float8_e4m3fn", eight_bit_products=True),
+    "e4m3, many chunks, all keys": dataclasses.replace(
+        PROMPTS, dtype="float8_e4m3fn", eight_bit_products=True, kv_lengths=(300, 700, 9, 0, 129, 1300), is_causal=False
+    ),
+    "e5m2, pages of 1, heads of 64": dataclasses.replace(
+        PROMPTS, dtype="float8_e5m2", eight_bit_products=True, page_size=1, head_dim=64
+    ),
+    "e4m3, window, sinks, soft cap, scales by head": dataclasses.replace(
+        PROMPTS, dtype="float8_e4m3fn", eight_bit_products=True, window=(100, None), sinks=True, soft_cap=5.0,
+        score_scale=True, value_scale="head",
+    ),
+    "e4m3, scales by token, group of 6": dataclasses.replace(
+        PROMPTS, dtype="float8_e4m3fn", eight_bit_products=True, query_heads=12, key_scale="token",
+        value_scale="token", score_scale=True,
+    ),
+}  # fmt: skip
 
 
 # The function is compiled once for all cases, tests and values of one problem.
@@ -256,6 +274,7 @@ def naive_output(case: PagedCase) -> np.ndarray:
     """Return the output of dense computations in the output's own dtype, as usual implementations compute it.
 
     Queries, keys and values with their scales, scores and softmax are each rounded to that dtype; sums are float32.
+    Weights of eight-bit products are rounded to e4m3, 256 times as large.
     """
     if case.dtype == "float64":
         return exact_paged(case)[0]
@@ -290,9 +309,12 @@ def _by_loops(case: PagedCase, wide: Any, rounded: Callable[[np.ndarray], np.nda
             if largest == -np.inf:
                 continue
             exponentials = np.exp(scores - largest)
+            weights = exponentials
+            if case.eight_bit_products and wide is np.float32:
+                weights = (exponentials * 256).astype(jnp.float8_e4m3fn).astype(wide) / 256
             total = exponentials.sum() + np.exp(sink - largest)
             log_sum[b, i, n] = largest + np.log(total)
-            output[b, i, n] = rounded(rounded(exponentials / total) @ value[keys])
+            output[b, i, n] = rounded(rounded(weights / total) @ value[keys])
     return output, log_sum
 
 
@@ -311,7 +333,8 @@ def assert_accurate(case: PagedCase, actual: Sequence[Any]) -> None:
     # The log-sum-exp is float32 for all operands, so the naive computation's error is not used for it.
     np.testing.assert_array_equal(np.asarray(log_sum) == -np.inf, true == -np.inf, err_msg=f"blind rows of {case}")
     log_sum, true = (np.where(true == -np.inf, 0, x) for x in (log_sum, true))
-    error, allowed = largest_error(log_sum, true), 64 * float(jnp.finfo(wide).eps) * (1 + np.abs(true).max())
+    unit = 2**-10 if case.eight_bit_products else 64 * float(jnp.finfo(wide).eps)
+    error, allowed = largest_error(log_sum, true), unit * (1 + np.abs(true).max())
     assert error <= allowed, f"log-sum-exp of {case} errs by {error}, allowed {allowed}"
 
 

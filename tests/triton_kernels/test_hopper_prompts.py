@@ -1,4 +1,4 @@
-"""The kernel of prompts for Hopper, in the interpreter: results, schedules of its warps, and the order of accesses."""
+"""The kernels of prompts for Hopper, in the interpreter: results, schedules of warps, and the order of accesses."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS
 from blockdiag.common.shards import Part
 from blockdiag.ops.paged import reference
 from blockdiag.ops.paged.packed import canonical_queries
@@ -33,6 +34,7 @@ BASE = PagedProblem(
     packed_rows=150,
     few_queries=4,
 )
+E4M3, E5M2 = (dict(query_dtype=dtype, key_dtype=dtype, value_dtype=dtype) for dtype in ("float8_e4m3fn", "float8_e5m2"))
 PROBLEMS = {
     "causal": BASE,
     "window": dataclasses.replace(BASE, window=(100, None)),
@@ -47,11 +49,31 @@ PROBLEMS = {
         value_dtype="float16", output_dtype="float16",
     ),
     "heads of 256": dataclasses.replace(BASE, query_heads=2, key_heads=1, head_dim=256, value_dim=256),
+    "e4m3": dataclasses.replace(BASE, **E4M3),
+    "e4m3, many chunks": dataclasses.replace(
+        BASE, **E4M3, key_heads=1, head_dim=128, value_dim=128, num_pages=300, max_pages=100, is_causal=False
+    ),
+    "e5m2, window, soft cap, sinks, scales by head": dataclasses.replace(
+        BASE, **E5M2, window=(100, None), soft_cap=5.0, has_sinks=True, has_score_scale=True, value_scale="head"
+    ),
+    "e4m3, negative scales by head": dataclasses.replace(
+        BASE, **E4M3, query_heads=2, key_heads=1, has_score_scale=True, value_scale="head"
+    ),
+    "e4m3, scales by token": dataclasses.replace(
+        BASE, **E4M3, query_heads=2, key_heads=1, key_scale="token", value_scale="token"
+    ),
 }  # fmt: skip
 # The first sequence has too few queries, and the rows after the last one belong to none.
 KEYS, OFFSETS = [9, 300, 130], [0, 3, 63, 140]
+# With more than eight chunks, sums leave the tensor cores.
+MANY_KEYS = [9, 1500, 130]
 # The delays of the partitions, in seconds: the two compute groups, and load.
 SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE = (0, 0, 1e-3), (1e-3, 0, 0), (5e-4, 5e-4, 0)
+
+
+def keys_of(problem):
+    """Return the numbers of keys of the sequences."""
+    return MANY_KEYS if problem.max_pages * problem.page_size > 1500 else KEYS
 
 
 def inputs_of(problem):
@@ -63,15 +85,16 @@ def inputs_of(problem):
     table = np.resize(generator.permutation(problem.num_pages), (problem.batch, problem.max_pages)).astype(np.int32)
     if not problem.has_page_table:
         table = np.arange(problem.batch, dtype=np.int32)[:, None]
+    lengths = keys_of(problem)
     is_used = np.zeros(pool[:2], bool)
-    for pages, length in zip(table, KEYS, strict=True):
+    for pages, length in zip(table, lengths, strict=True):
         token = np.arange(length)
         is_used[pages[token // problem.page_size], token % problem.page_size] = True
     key, value = (
         np.where(is_used[..., None, None], generator.normal(size=pool), np.nan).astype(dtype) for _ in range(2)
     )
     query = generator.normal(size=(problem.packed_rows, problem.query_heads, problem.head_dim)).astype(dtype)
-    kv_lengths, offsets = jnp.asarray(KEYS, jnp.int32), jnp.asarray(OFFSETS, jnp.int32)
+    kv_lengths, offsets = jnp.asarray(lengths, jnp.int32), jnp.asarray(OFFSETS, jnp.int32)
     tiles = canonical_queries(problem, query, kv_lengths, None, offsets, Part({}, {}, {})).tiles
     return {
         "query": query,
@@ -82,14 +105,27 @@ def inputs_of(problem):
         "tiles": np.asarray(tiles),
         "sinks": generator.normal(size=problem.query_heads).astype(np.float32),
         "zeros": np.zeros(1, np.int32),
+        "score_scale": generator.uniform(-1, 1, size=(problem.batch, problem.key_heads)).astype(np.float32),
+        "key_scale": np.where(is_used[..., None], generator.uniform(0.5, 2, size=pool[:3]), np.nan).astype(np.float32),
+        "value_scale": value_scales_of(problem, is_used, generator),
     }
+
+
+def value_scales_of(problem, is_used, generator):
+    """Return scales of values by head, or by token; the first half of the tokens has small ones."""
+    if problem.value_scale != "token":
+        return generator.uniform(-2, 2, size=(problem.batch, problem.key_heads)).astype(np.float32)
+    scales = generator.uniform(0.5, 2, size=(*is_used.shape, problem.key_heads))
+    scales[: len(scales) // 2] *= 1e-3
+    return np.where(is_used[..., None], scales, np.nan).astype(np.float32)
 
 
 def launch_of(problem):
     """Return the plan of the kernel in few programs, and its inputs."""
     launch, arrays = PagedLaunch(problem.tiled, "prompts"), inputs_of(problem)
     plan = launch.plan(Target(90, 2))
-    assert plan.kernel.__name__ == "paged_prompts"
+    is_narrow = problem.query_dtype in EIGHT_BIT_FLOATS
+    assert plan.kernel.__name__ == ("paged_eight_bit_prompts" if is_narrow else "paged_prompts")
     return plan, [arrays[name] for name in launch.input_names]
 
 
@@ -100,21 +136,41 @@ def interpreted(problem, **options):
     return output, log_sum
 
 
-def assert_equal_to_the_reference(problem, output, log_sum):
+def expected(problem, is_positive=False):
+    """Return what the reference computes in float32, perhaps with the magnitudes of values instead of these."""
     given = {name: jnp.asarray(x) for name, x in inputs_of(problem).items()}
-    page_table = given["page_table"] if problem.has_page_table else None
-    sinks = given["sinks"] if problem.has_sinks else None
+    value, value_scale = given["value"].astype(jnp.float32), given["value_scale"]
+    if is_positive:
+        value, value_scale = jnp.abs(value), jnp.abs(value_scale)
     wide = dataclasses.replace(problem.tiled, query_dtype="float32", output_dtype="float32")
-    exact = reference.forward(
-        wide, given["query"].astype(jnp.float32), given["key"].astype(jnp.float32), given["value"].astype(jnp.float32),
-        page_table, given["kv_lengths"], None, sinks, None, None, None, given["tiles"],
-    )  # fmt: skip
-    few = OFFSETS[1]
+    return reference.forward(
+        wide,
+        given["query"].astype(jnp.float32),
+        given["key"].astype(jnp.float32),
+        value,
+        given["page_table"] if problem.has_page_table else None,
+        given["kv_lengths"],
+        None,
+        given["sinks"] if problem.has_sinks else None,
+        given["score_scale"] if problem.has_score_scale else None,
+        given["key_scale"] if problem.key_scale == "token" else None,
+        None if problem.value_scale == "none" else value_scale,
+        given["tiles"],
+    )
+
+
+def assert_equal_to_the_reference(problem, output, log_sum):
+    exact, few = expected(problem), OFFSETS[1]
     # Rows of sequences with few queries are not written.
     assert np.isnan(np.asarray(output[:few], np.float32)).all() and np.isnan(log_sum[:few]).all()
     output, log_sum = np.asarray(output[few:], np.float32), log_sum[few:]
-    unit = float(jnp.finfo(jnp.dtype(problem.query_dtype)).eps)
-    np.testing.assert_allclose(output, exact[0][few:], atol=4 * unit, rtol=4 * unit)
+    unit = float(jnp.finfo(jnp.dtype(problem.output_dtype)).eps)
+    bound = 4 * unit * (1 + np.abs(exact[0][few:]))
+    if problem.query_dtype in EIGHT_BIT_FLOATS:
+        # Each weight is rounded to three bits after its first one, or is at most 2^-18 of the largest.
+        magnitudes = np.asarray(expected(problem, is_positive=True)[0][few:])
+        bound = 2**-4 * magnitudes + 2 * unit * np.abs(exact[0][few:]) + 1e-4 * magnitudes.max()
+    assert (np.abs(output - exact[0][few:]) <= bound).all()
     np.testing.assert_allclose(log_sum, exact[1][few:], atol=1e-4, rtol=1e-5)
     assert not output[OFFSETS[-1] - few :].any() and (log_sum[OFFSETS[-1] - few :] == -np.inf).all()
 
@@ -125,7 +181,7 @@ def test_kernel_matches_the_reference(name):
 
 
 @pytest.mark.parametrize("naps", [SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE], ids=["load", "group", "compute"])
-@pytest.mark.parametrize("name", ["causal", "heads of 256"])
+@pytest.mark.parametrize("name", ["causal", "heads of 256", "e4m3", "e4m3, scales by token"])
 def test_results_do_not_depend_on_slow_warps(name, naps):
     punctual = interpreted(PROBLEMS[name])
     for one, other in zip(interpreted(PROBLEMS[name], chance=Slow(*naps)), punctual, strict=True):

@@ -67,7 +67,15 @@ PROBLEMS = {
     "more tiles than the last axis of a grid has": dataclasses.replace(
         BASE, batch=64, query_tokens=8192, query_heads=128, few_queries=0, num_splits=1
     ).tiled,
-    "prompts, e4m3": dataclasses.replace(NARROW, packed_rows=4096, query_tokens=4096, few_queries=8).tiled,
+    "prompts, e4m3 caches": dataclasses.replace(NARROW, packed_rows=4096, query_tokens=4096, few_queries=8).tiled,
+    "a batch of prompts, e4m3, scales by token, sinks": dataclasses.replace(
+        NARROW, query_dtype="float8_e4m3fn", batch=2, query_tokens=700, few_queries=0, num_splits=1,
+        has_score_scale=True, key_scale="token", value_scale="token", has_sinks=True,
+    ).tiled,
+    "prompts, e5m2, h64, soft cap": dataclasses.replace(
+        BASE, packed_rows=4096, query_tokens=4096, few_queries=8, num_splits=1, head_dim=64, value_dim=64,
+        soft_cap=30.0, query_dtype="float8_e5m2", key_dtype="float8_e5m2", value_dtype="float8_e5m2",
+    ).tiled,
     "h256, contiguous, not causal": dataclasses.replace(
         BASE, head_dim=256, value_dim=256, has_page_table=False, is_causal=False, window=(None, 64), num_splits=1
     ),
@@ -82,7 +90,12 @@ PROBLEMS = {
 }  # fmt: skip
 
 # Bytes that threads spill.
-KNOWN_SPILLS = {("one query", 120): 8, ("a batch of prompts, h256, all keys", 90): 32, ("prompts, e4m3", 90): 8}
+KNOWN_SPILLS = {
+    ("one query", 120): 8,
+    ("a batch of prompts, h256, all keys", 90): 32,
+    ("prompts, e4m3 caches", 90): 8,
+    ("a batch of prompts, e4m3, scales by token, sinks", 120): 44,
+}
 
 
 @pytest.mark.every_case
@@ -108,8 +121,9 @@ def test_plan_fits_its_architecture(name, arch):
         # jaxlib's launcher can pass the arrays in this order.
         lay_out_buffers(plan)
         report = report_of(plan, arch)
-        is_for_hopper = plan.kernel.__name__ == "paged_prompts"
-        assert is_for_hopper == (arch == 90 and launch.kind == "prompts" and problem.key_dtype == "bfloat16")
+        is_for_hopper = plan.kernel.__name__ in ("paged_prompts", "paged_eight_bit_prompts")
+        has_one_dtype = problem.query_dtype == problem.key_dtype
+        assert is_for_hopper == (arch == 90 and launch.kind == "prompts" and has_one_dtype)
         assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
         assert report.spill_bytes <= KNOWN_SPILLS.get((name, arch), 0), str(report)
         assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0

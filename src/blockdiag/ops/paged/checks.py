@@ -140,10 +140,11 @@ def _few_queries(problem: PagedProblem) -> int | None:
         return None
     if not is_batch:
         return problem.most_few_queries
-    # All sequences of a batch are taken to be prompts. Only 16-bit floats have a kernel for them.
+    # All sequences of a batch are taken to be prompts. Float32, and eight-bit caches beside wider queries, have no
+    # kernel for them.
     dtypes = {problem.query_dtype, problem.key_dtype, problem.value_dtype}
-    has_prompts = has_prompts and problem.query_tokens >= FEWEST_PROMPT_QUERIES
-    return 0 if has_prompts and dtypes <= {"bfloat16", "float16"} else None
+    has_kernel = dtypes <= {"bfloat16", "float16"} or (len(dtypes) == 1 and dtypes <= set(EIGHT_BIT_FLOATS))
+    return 0 if has_prompts and has_kernel and problem.query_tokens >= FEWEST_PROMPT_QUERIES else None
 
 
 def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:

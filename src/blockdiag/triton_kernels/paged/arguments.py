@@ -62,7 +62,7 @@ class SplitScalars(NamedTuple):
 
 
 class PromptArrays(NamedTuple):
-    """The arrays of the kernel of prompts on Hopper. A contiguous cache has no page table; it is then None.
+    """The arrays of the kernels of prompts on Hopper. Arrays that a call does not have are None.
 
     `tiles` is the table of `ops.paged.packed`, and `counter` counts the items that programs have taken.
     """
@@ -74,18 +74,22 @@ class PromptArrays(NamedTuple):
     kv_lengths: Argument
     tiles: Argument
     sinks: Argument
+    score_scale: Argument
+    key_scale: Argument
+    value_scale: Argument
     output: Argument
     log_sum: Argument
     counter: Argument
 
 
 class PromptScalars(NamedTuple):
-    """The run-time scalars of the kernel of prompts on Hopper.
+    """The run-time scalars of the kernels of prompts on Hopper.
 
     Attributes:
         num_tiles, max_pages, num_pages, max_keys: see `SplitScalars`.
         together: the number of key heads whose items are interleaved; those of one sequence fit into L2.
         slope: factor of products in the soft cap; ignored without one.
+        unit: factor that makes scores exponents of 2.
     """
 
     num_tiles: Argument
@@ -94,6 +98,7 @@ class PromptScalars(NamedTuple):
     max_keys: Argument
     together: Argument
     slope: Argument
+    unit: Argument
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,10 +41,10 @@ from blockdiag.triton_kernels.paged.arguments import PromptArrays, PromptScalars
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-# Rows that one instruction of each thread copies together with the other threads' rows, for 128 features.
-COPIED_ROWS = gl.constexpr(16)
 # Threads of `load`. Each arrives at the barrier of a slot when its own copies have completed.
 COPYING = gl.constexpr(128)
+# Vectors of 16 bytes that each thread copies at a time.
+COPIES_AT_ONCE = gl.constexpr(2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +188,10 @@ def copy_rows(target, p_source, row_numbers, columns, column, ROWS: gl.constexpr
 
     `row_numbers` is a buffer of numbers, `columns` the matrix's width, `column` the first of WIDTH columns.
     """
-    EACH: gl.constexpr = COPIED_ROWS * 128 // WIDTH
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
+    VECTOR: gl.constexpr = 128 // target.dtype.primitive_bitwidth
+    ACROSS: gl.constexpr = WIDTH // VECTOR
+    EACH: gl.constexpr = COPIES_AT_ONCE * COPYING // ACROSS
+    LINES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
     o_column = column + gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LINES)), 0)
     for i in gl.static_range(ROWS // EACH):
         b_row = gl.expand_dims(row_numbers.slice(i * EACH, EACH).load(gl.SliceLayout(1, LINES)), 1)
@@ -285,6 +287,30 @@ def load(memory, row_numbers, arrays, scalars, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def finish_rows(arrays, o_row, row, queries, sequence, key_head, b_exponent, b_sum, SHAPE: gl.constexpr):
+    """Store the log-sum-exps of rows, and return the factors that normalise the results, 0 for rows without keys.
+
+    `b_sum` are the sums of weights relative to 2^b_exponent.
+    """
+    m_row = o_row < queries * SHAPE.group
+    b_shrink = gl.full_like(b_sum, 1.0)
+    if SHAPE.has_sinks:
+        if sequence >= 0:
+            p_sink = arrays.sinks + key_head * SHAPE.group + o_row % SHAPE.group
+            b_sink = gl.load(p_sink, mask=m_row, other=float("-inf")) * LOG2_E
+            b_base = gl.maximum(b_exponent, b_sink)
+            # Both may be -inf.
+            b_base = gl.where(b_base == float("-inf"), 0.0, b_base)
+            b_shrink = gl.exp2(b_exponent - b_base)
+            b_sum = b_sum * b_shrink + gl.exp2(b_sink - b_base)
+            b_exponent = b_base
+    is_empty = b_sum == 0
+    b_log_sum = gl.where(is_empty, float("-inf"), (b_exponent + gl.log2(b_sum)) * LN_2)
+    gl.store(arrays.log_sum + head_rows(o_row, row, key_head, SHAPE), b_log_sum, mask=m_row)
+    return gl.where(is_empty, 0.0, b_shrink / b_sum)
+
+
+@gluon.jit
 def compute(memory, arrays, scalars, GROUP: gl.constexpr, SHAPE: gl.constexpr):
     """Compute the results of 64 rows of each item."""
     HALF: gl.constexpr = SHAPE.rows // 2
@@ -313,22 +339,7 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, SHAPE: gl.constexpr):
         item, masked, live = next_item(memory, count + 1)
         tile, next_head = place_of(item, scalars, SHAPE)
         next_row, next_queries, position, next_sequence, keys = read_tile(arrays, scalars, tile, SHAPE)
-        b_exponent = b_largest * SHAPE.unit
-        b_shrink = gl.full_like(b_sum, 1.0)
-        if SHAPE.has_sinks:
-            if sequence >= 0:
-                b_sink = gl.load(arrays.sinks + key_head * SHAPE.group + o_row % SHAPE.group,
-                                 mask=o_row < queries * SHAPE.group, other=float("-inf")) * LOG2_E
-                b_base = gl.maximum(b_exponent, b_sink)
-                # Both may be -inf.
-                b_base = gl.where(b_base == float("-inf"), 0.0, b_base)
-                b_shrink = gl.exp2(b_exponent - b_base)
-                b_sum = b_sum * b_shrink + gl.exp2(b_sink - b_base)
-                b_exponent = b_base
-        is_empty = b_sum == 0
-        b_factor = gl.where(is_empty, 0.0, b_shrink / b_sum)
-        b_log_sum = gl.where(is_empty, float("-inf"), (b_exponent + gl.log2(b_sum)) * LN_2)
-        gl.store(arrays.log_sum + head_rows(o_row, row, key_head, SHAPE), b_log_sum, mask=o_row < queries * SHAPE.group)
+        b_factor = finish_rows(arrays, o_row, row, queries, sequence, key_head, b_largest * SHAPE.unit, b_sum, SHAPE)
         # The products with the queries have completed, so results can take their place.
         b_norm = gl.expand_dims(gl.convert_layout(b_factor, gl.SliceLayout(1, b_output.type.layout)), 1)
         # A selection, not a product: a value that no query sees may be NaN.

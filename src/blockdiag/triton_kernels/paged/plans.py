@@ -97,21 +97,24 @@ LOG2_E = math.log2(math.e)
 NO_KEY = -3e38
 
 
-def _is_for_hopper(problem: PagedProblem, target: Target) -> bool:
-    """Return whether the kernel of prompts for Hopper computes a call."""
+def _hopper_kernel(problem: PagedProblem, target: Target) -> Literal[8, 16] | None:
+    """Return the bits of the operands of the kernel for Hopper that computes prompts, or None."""
     dtypes = {problem.query_dtype, problem.key_dtype, problem.value_dtype}
-    has_scales = problem.has_score_scale or problem.key_scale != "none" or problem.value_scale != "none"
-    return (
+    if not (
         target.arch == 90
-        and dtypes in ({"bfloat16"}, {"float16"})
         and problem.head_dim == problem.value_dim
-        and problem.head_dim in (64, 128, 256)
         and problem.group_size <= 128
-        and not has_scales
         # Exponents are scores times a positive factor.
         and problem.scale > 0
         and problem.num_pages * problem.page_size < 2**31
-    )
+    ):
+        return None
+    has_scales = problem.has_score_scale or problem.key_scale != "none" or problem.value_scale != "none"
+    if dtypes in ({"bfloat16"}, {"float16"}) and problem.head_dim in (64, 128, 256) and not has_scales:
+        return 16
+    if dtypes in ({"float8_e4m3fn"}, {"float8_e5m2"}) and problem.head_dim in (64, 128):
+        return 8
+    return None
 
 
 def launches(problem: PagedProblem, *, is_portable: bool = False) -> "list[PagedLaunch]":
@@ -215,8 +218,10 @@ class PagedLaunch:
         """Return the launch plan for `target`."""
         if self.kind == "merge":
             return self._merge_plan()
-        if self.kind == "prompts" and not self.is_portable and _is_for_hopper(self.problem, target):
-            return self._hopper_plan(target)
+        if self.kind == "prompts" and not self.is_portable:
+            bits = _hopper_kernel(self.problem, target)
+            if bits is not None:
+                return self._hopper_plan(target, bits)
         return self._split_plan(target)
 
     def array_spec(self, name: str) -> TensorSpec:
@@ -265,7 +270,8 @@ class PagedLaunch:
         shared = {name: name for name in outputs} | {"zeros": "counter"}
         return tuple((i, outputs.index(shared[name])) for i, name in enumerate(inputs) if shared.get(name) in outputs)
 
-    def _hopper_plan(self, target: Target) -> LaunchPlan:
+    def _hopper_plan(self, target: Target, bits: Literal[8, 16]) -> LaunchPlan:
+        from blockdiag.triton_kernels.paged.hopper_eight_bit_prompts import EightBitShape, paged_eight_bit_prompts
         from blockdiag.triton_kernels.paged.hopper_prompts import PromptShape, paged_prompts
 
         problem, tiles = self.problem, self.problem.num_tiles
@@ -274,6 +280,7 @@ class PagedLaunch:
         if problem.is_causal:
             right = 0 if right is None else min(right, 0)
         chunk, slots, query_slots = prompt_slots(problem.head_dim)
+        unit = (problem.scale if problem.soft_cap is None else problem.soft_cap) * LOG2_E
         shape = PromptShape(
             rows=128,
             chunk=chunk,
@@ -290,7 +297,7 @@ class PagedLaunch:
             masks="some",
             is_listed=True,
             staging="none",
-            unit=(problem.scale if problem.soft_cap is None else problem.soft_cap) * LOG2_E,
+            unit=unit,
             no_key=NO_KEY,
             has_weight=False,
             takes_turns=False,
@@ -306,10 +313,17 @@ class PagedLaunch:
             has_soft_cap=problem.soft_cap is not None,
             has_sinks=problem.has_sinks,
         )
+        if bits == 8:
+            shape = EightBitShape(
+                **vars(shape),
+                has_score_scale=problem.has_score_scale,
+                has_key_scale=problem.key_scale == "token",
+                value_scale=problem.value_scale,
+            )
         slope = 0.0 if problem.soft_cap is None else 2 * LOG2_E * problem.scale / problem.soft_cap
         return LaunchPlan(
             name=self.name,
-            kernel=paged_prompts,
+            kernel=paged_prompts if bits == 16 else paged_eight_bit_prompts,
             grid=(min(tiles * problem.key_heads, target.num_sms), 1, 1),
             inputs=self.inputs,
             outputs=self.outputs,
@@ -326,6 +340,7 @@ class PagedLaunch:
                     num_pages=problem.num_pages,
                     max_keys=problem.max_keys,
                     slope=Scalar(slope, "fp32"),
+                    unit=Scalar(unit, "fp32"),
                 ),
                 "SHAPE": Constexpr(shape),
             },
