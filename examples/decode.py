@@ -1,382 +1,253 @@
-"""A small server that generates text through a paged cache, and checks every byte against the model without a cache.
+"""A small server with continuous batching, paged caches, shared prefixes and speculative decoding.
 
     python examples/decode.py
-    python examples/decode.py --steps 400 --new-tokens 150
+    python examples/decode.py --requests 200 --arrivals 2 --cache bfloat16
+    python examples/decode.py --model tiny --requests 10000 --slots 32 --arrivals 2.5
 
-The program trains the demo's byte-level language model briefly, then serves more requests than fit at a time. Prompts
-are processed in chunks, and the sequences share a pool of pages. Bytes are generated one by one, or several at a time
-by speculative decoding: drafts are guessed from the text so far and verified in one call. The program fails if any byte
-differs from the one that the same model generates without a cache. Finally it prints the cost of 8-bit caches, in bits
-per byte of held-out text.
+The program trains the demo's byte-level language model briefly, and then serves requests that arrive while others
+decode. A step of the model takes chunks of prompts beside requests that decode. Requests with equal prefixes share
+pages. Bytes are generated one by one, or several at a time by speculative decoding, whose drafts are looked up in the
+text so far. Some requests are cancelled. The program fails if it loses a request or a page, or if any byte differs from
+the one that the same model generates without a cache. Finally it prints the cost of smaller caches, in bits per byte of
+held-out text.
+
+| module | content |
+|---|---|
+| `decode_pages.py` | page allocator with reference counts, and the index of shared prefixes |
+| `decode_scheduler.py` | which tokens the next step processes |
+| `decode_model.py` | the step over the paged cache, and the model without a cache |
+| `decode_server.py` | the server |
+| `decode_table.py` | figures of the running server |
 """
 
 import argparse
+import collections
 import dataclasses
-import functools
 import math
 import sys
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from decode_model import PAGE_SIZE, StepFunction, causal_attention, make_cache, make_step
+from decode_scheduler import Request, Status
+from decode_server import Server
+from decode_table import Report
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
+from rich.console import Console
 
-from blockdiag import Rotary, append_to_pages, apply_rotary, paged_attention
 from blockdiag.demo import language_model
-from blockdiag.demo.language_model import AttentionFunction, LanguageModel, Settings
+from blockdiag.demo.language_model import LanguageModel, Settings
 
-# Tokens of a sequence per step: while prompts are processed, and while text is generated with guesses.
+MODELS = {
+    "small": Settings(sequence_length=256),
+    "tiny": Settings(sequence_length=64, width=16, heads=2, layers=1),
+}
+CACHES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+# Rows of a step in addition to those that decoding may need.
 CHUNK = 32
-GUESSED = 8
-PAGE_SIZE = 16
+# Logits that differ by no more are a tie. The kernels for 16-bit caches round attention weights to 16 bits on a GPU,
+# and the model without a cache does not. With the other caches all sums are float32.
+TIES = dict.fromkeys(CACHES, 0.0) | {"bfloat16": 2**-5}
 
 
-def causal_attention(settings: Settings) -> AttentionFunction:
-    """Return JAX's causal attention with rotary embedding, which training and the check use."""
-    tables = language_model.position_tables(settings)
-
-    def attend(query: Array, key: Array, value: Array, **flax_arguments: Any) -> Array:
-        del flax_arguments  # This model has no dropout, no mask of its own and no sowing.
-        cos, sin = (table[: query.shape[1]] for table in tables)
-        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
-
-    return attend
-
-
-class LayerCache(NamedTuple):
-    """Cached arrays of one layer.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """Settings of the server, and of the requests that are drawn.
 
     Attributes:
-        key_pages, value_pages: [P, page_size, N, H].
-        key_scale, value_scale: scales of every token and head of an eight-bit cache, [P, page_size, N]; None without.
-        inputs: the last inputs of the layer's convolution, [slots, taps, width].
+        requests: number of requests.
+        arrivals: mean number of requests that arrive in a step.
+        cancelled: share of the requests that are cancelled at some time.
+        new_tokens: maximum number of bytes to generate for a request.
+        slots: maximum number of requests in a step.
+        num_pages: size of the pool; None for a fifth of what all slots may need, so that pages run out.
+        drafts: maximum number of drafted tokens of a request in a step.
+        caches: dtypes of the cache, which are served one after the other.
     """
 
-    key_pages: Array
-    value_pages: Array
-    key_scale: Array | None
-    value_scale: Array | None
-    inputs: Array
+    requests: int = 24
+    arrivals: float = 0.25
+    cancelled: float = 0.1
+    new_tokens: int = 96
+    slots: int = 8
+    num_pages: int | None = None
+    drafts: int = 7
+    caches: tuple[str, ...] = CACHES[:3]
 
-    def pages(self) -> dict[str, Array | None]:
-        """The pages and scales, as keyword arguments of `append_to_pages` and `paged_attention`."""
-        return {name: array for name, array in self._asdict().items() if name != "inputs"}
-
-    def with_appended(self, key: Array, value: Array, **where: Any) -> "LayerCache":
-        """Return the cache with new tokens appended."""
-        written = append_to_pages(key, value, **self.pages(), **where)
-        names = (name for name, array in self.pages().items() if array is not None)
-        return self._replace(**dict(zip(names, written, strict=True)))
-
-    def attend(self, query: Array, **where: Any) -> Array:
-        """Return the attention of the last tokens."""
-        return paged_attention(query, **self.pages(), **where)
+    def pages(self, settings: Settings) -> int:
+        """Return the size of the pool."""
+        longest = -(-settings.sequence_length // PAGE_SIZE)
+        return self.num_pages if self.num_pages is not None else max(longest, self.slots * longest // 5)
 
 
-def make_cache(settings: Settings, *, slots: int, num_pages: int, dtype: str) -> list[LayerCache]:
-    """Return a cache for `slots` sequences for each layer. Pages are never cleared, so they may start as NaN."""
-    pool = (num_pages, PAGE_SIZE, settings.heads, settings.head_dim)
-    has_scales = jnp.dtype(dtype).itemsize == 1
+class Arrival(NamedTuple):
+    """A request that arrives before a step, and how many steps later it is cancelled, if ever."""
 
-    # Each array has its own memory, because all of them are donated.
-    def layer() -> LayerCache:
-        pages = [jnp.full(pool, jnp.nan, dtype) for _ in range(2)]
-        scales = [jnp.full(pool[:-1], jnp.nan, jnp.float32) if has_scales else None for _ in range(2)]
-        return LayerCache(*pages, *scales, jnp.zeros((slots, settings.taps, settings.width), settings.dtype))
-
-    return [layer() for _ in range(settings.layers)]
+    step: int
+    prompt: bytes
+    new_tokens: int
+    patience: int | None
 
 
-class Step(NamedTuple):
-    """The results of one step.
+def draw_arrivals(settings: Settings, load: Load) -> list[Arrival]:
+    """Draw requests. Prompts are pieces of held-out text, and half of them begin with one of four common texts."""
+    _, text = language_model.split_text(language_model.english_text())
+    generator = np.random.default_rng(settings.seed)
 
-    Attributes:
-        logits: [slots, T, 256].
-        next_tokens: the most likely token after each given one, int32 [slots, T].
-        kept: how many of the given tokens are kept, int32 [slots].
-    """
+    def piece(length: int) -> bytes:
+        begin = generator.integers(0, len(text) - settings.sequence_length)
+        return text[begin : begin + length].tobytes()
 
-    logits: Array
-    next_tokens: Array
-    kept: Array
-
-
-type StepFunction = Callable[..., tuple[Step, list[LayerCache]]]
-
-
-def make_step(model: LanguageModel, settings: Settings) -> StepFunction:
-    """Compile a step of the model over a paged cache, which appends T tokens of each sequence and attends from them.
-
-    Of a sequence's `counts` tokens the first `certain` ones are known, and the others are guesses. Guesses are kept up
-    to the first one that differs from the model's prediction. Rejected guesses stay in the pages, beyond the new length
-    of the sequence, until later tokens overwrite them.
-    """
-    definition, weights = nnx.split(model)
-    tables = language_model.position_tables(settings)
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def step(
-        weights: Any,
-        cache: list[LayerCache],
-        tokens: Int[Array, "slots T"],
-        counts: Int[Array, " slots"],
-        certain: Int[Array, " slots"],
-        lengths: Int[Array, " slots"],
-        page_table: Int[Array, "slots max_pages"],
-    ) -> tuple[Step, list[LayerCache]]:
-        model = nnx.merge(definition, weights)
-        place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        cos, sin = (table.at[lengths[:, None] + place[None]].get(mode="clip") for table in tables)
-        hidden, windows, written = model.embedding(tokens), [], []
-        for layer, kept in zip(model.layers, cache, strict=True):
-            # The convolution reaches back to tokens of earlier steps.
-            windows.append(jnp.concatenate([kept.inputs, layer.attention_norm(hidden)], axis=1))
-            mixed = layer.convolution(windows[-1])[:, settings.taps :]
-            query, key, value = layer.attention.query(mixed), layer.attention.key(mixed), layer.attention.value(mixed)
-            where = {"page_table": page_table, "kv_lengths": lengths + counts, "query_lengths": counts}
-            kept = kept.with_appended(key, value, rotary=Rotary(*tables), **where)
-            hidden = hidden + layer.attention.out(kept.attend(apply_rotary(query, cos, sin), **where))
-            hidden = hidden + layer.contract(nnx.gelu(layer.expand(layer.feed_forward_norm(hidden))))
-            written.append(kept)
-        logits = model.head(model.norm(hidden)).astype(jnp.float32)
-        next_tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        is_right = (place[None, 1:] < certain[:, None]) | (tokens[:, 1:] == next_tokens[:, :-1])
-        stays = jnp.minimum(1 + jnp.cumprod(is_right, axis=1, dtype=jnp.int32).sum(axis=1), counts)
-        inputs = stays[:, None] + jnp.arange(settings.taps, dtype=jnp.int32)[None]
-        written = [
-            kept._replace(inputs=jnp.take_along_axis(window, inputs[..., None], axis=1))
-            for kept, window in zip(written, windows, strict=True)
-        ]
-        return Step(logits, next_tokens, stays), written
-
-    return functools.partial(step, weights)
+    longest = settings.sequence_length - load.new_tokens
+    common = [piece(longest // 2) for _ in range(4)]
+    steps = np.cumsum(generator.exponential(1 / load.arrivals, load.requests)).astype(int)
+    arrivals = []
+    for step in steps.tolist():
+        beginning = common[generator.integers(4)] if generator.random() < 0.5 else b""
+        prompt = beginning + piece(int(generator.integers(1, longest - len(beginning) + 1)))
+        is_cancelled = generator.random() < load.cancelled
+        patience = int(generator.integers(load.new_tokens + 1)) if is_cancelled else None
+        arrivals.append(Arrival(step, prompt, int(generator.integers(1, load.new_tokens + 1)), patience))
+    return arrivals
 
 
-class PageAllocator:
-    """An allocator of page numbers."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.free = list(range(num_pages))
-
-    def take(self, tokens: int) -> list[int] | None:
-        """Return pages for so many tokens, or None if there are not enough free ones."""
-        count = -(-tokens // PAGE_SIZE)
-        if count > len(self.free):
-            return None
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken
-
-    def give_back(self, pages: Sequence[int]) -> None:
-        self.free += pages
-
-
-@dataclasses.dataclass
-class ActiveSequence:
-    """A request that is being served.
-
-    Attributes:
-        index: number of the request.
-        text: the prompt and the bytes generated so far.
-        goal: final length of `text` in bytes.
-        pages: the pages of the sequence.
-        cached: number of tokens of `text` that are in the cache.
-    """
-
-    index: int
-    text: bytearray
-    goal: int
-    pages: list[int]
-    cached: int = 0
+def serve(server: Server, arrivals: Sequence[Arrival], report: Report) -> list[Request]:
+    """Serve requests that arrive and are cancelled between steps; return all of them when the last one has ended."""
+    requests, arriving, step = [], collections.deque(arrivals), 0
+    leaving: dict[int, list[Request]] = collections.defaultdict(list)
+    while arriving or not server.scheduler.is_idle:
+        while arriving and arriving[0].step <= step:
+            arrival = arriving.popleft()
+            requests.append(server.submit(arrival.prompt, arrival.new_tokens))
+            if arrival.patience is not None:
+                leaving[step + arrival.patience].append(requests[-1])
+        for request in leaving.pop(step, []):
+            server.cancel(request)
+        server.advance()
+        report.update()
+        step += 1
+    return requests
 
 
-def guess(text: bytes, count: int) -> bytes:
-    """Return up to `count` bytes that followed an earlier occurrence of the last few bytes of `text`."""
-    for size in range(8, 1, -1):
-        place = text.rfind(text[-size:], 0, len(text) - 1)
-        if len(text) > size and place >= 0:
-            return text[place + size : place + size + count]
-    return b""
+def loss_of_requests(server: Server, requests: Sequence[Request], count: int) -> str:
+    """Describe a request that did not end, or a page that was not released; empty if all is well."""
+    if len(requests) != count:
+        return f"{len(requests)} of {count} requests arrived"
+    for request in requests:
+        is_whole = request.status is Status.FINISHED and len(request.text) == request.goal
+        if not is_whole and request.status is not Status.CANCELLED:
+            return f"request {request.number} is {request.status.name} with {len(request.text)} of {request.goal} bytes"
+    pool = server.scheduler.pool
+    if pool.in_use or any(pool.owners):
+        return f"{pool.in_use} pages are in use without a request"
+    return ""
 
 
-@dataclasses.dataclass
-class Server:
-    """A server of requests in a fixed number of slots, which start as pages and slots become free.
-
-    Attributes:
-        step: a step from `make_step`.
-        settings: settings of the model.
-        slots: number of sequences in a step.
-        num_pages: size of the pool that all sequences share.
-        guessed: tokens per step while text is generated, including guesses; 1 for no guesses.
-        dtype: dtype of the cache.
-        num_steps, num_written: number of steps without a prompt, and of bytes that they generated.
-    """
-
-    step: StepFunction
-    settings: Settings
-    slots: int
-    num_pages: int
-    guessed: int = 1
-    dtype: str = "float32"
-    num_steps: int = 0
-    num_written: int = 0
-
-    def serve(self, prompts: Sequence[bytes], new_tokens: int) -> list[bytes]:
-        """Return the prompts, each followed by `new_tokens` generated bytes."""
-        cache = make_cache(self.settings, slots=self.slots, num_pages=self.num_pages, dtype=self.dtype)
-        allocator = PageAllocator(self.num_pages)
-        waiting, results = list(enumerate(prompts)), [b""] * len(prompts)
-        running: list[ActiveSequence | None] = [None] * self.slots
-        table = np.zeros((self.slots, -(-self.settings.sequence_length // PAGE_SIZE)), np.int32)
-        while waiting or any(running):
-            for slot, sequence in enumerate(running):
-                if sequence is None and waiting:
-                    index, prompt = waiting[0]
-                    pages = allocator.take(len(prompt) + new_tokens)
-                    if pages is not None:
-                        waiting.pop(0)
-                        running[slot] = ActiveSequence(index, bytearray(prompt), len(prompt) + new_tokens, pages)
-                        table[slot, : len(pages)] = pages
-                        # The convolution of a new sequence has no earlier inputs.
-                        cache = [kept._replace(inputs=kept.inputs.at[slot].set(0)) for kept in cache]
-            if not any(running):
-                raise ValueError(f"`num_pages` is {self.num_pages}: too few for the longest request; take more")
-            cache = self._advance(running, cache, table)
-            for slot, sequence in enumerate(running):
-                if sequence is not None and len(sequence.text) >= sequence.goal:
-                    results[sequence.index] = bytes(sequence.text[: sequence.goal])
-                    allocator.give_back(sequence.pages)
-                    running[slot] = None
-        return results
-
-    def _advance(
-        self, running: list[ActiveSequence | None], cache: list[LayerCache], table: np.ndarray
-    ) -> list[LayerCache]:
-        """Advance all sequences by one step: some may process their prompts while others generate."""
-        is_reading = any(sequence and len(sequence.text) - sequence.cached > 1 for sequence in running)
-        tokens = np.zeros((self.slots, CHUNK if is_reading else self.guessed), np.int32)
-        counts, certain, lengths = (np.zeros(self.slots, np.int32) for _ in range(3))
-        for slot, sequence in enumerate(running):
-            if sequence is None:
-                continue
-            given = bytes(sequence.text[sequence.cached : sequence.cached + tokens.shape[1]])
-            certain[slot], lengths[slot] = len(given), sequence.cached
-            if sequence.cached + len(given) == len(sequence.text):
-                room = min(tokens.shape[1] - len(given), self.guessed - 1, sequence.goal - len(sequence.text) - 1)
-                given += guess(bytes(sequence.text), max(0, room))
-            counts[slot] = len(given)
-            tokens[slot, : len(given)] = list(given)
-        # The table is copied, because it changes while the step may still be reading it.
-        found, cache = self.step(cache, tokens, counts, certain, lengths, table.copy())
-        next_tokens, kept = np.asarray(found.next_tokens), np.asarray(found.kept)
-        self.num_steps += not is_reading
-        for slot, sequence in enumerate(running):
-            if sequence is None:
-                continue
-            sequence.cached += int(kept[slot])
-            if sequence.cached >= len(sequence.text):
-                # All known tokens are processed: append the accepted guesses and the model's next byte.
-                new = [*tokens[slot, certain[slot] : kept[slot]], next_tokens[slot, kept[slot] - 1]]
-                sequence.text += bytes(map(int, new))
-                self.num_written += 0 if is_reading else len(new)
-        return cache
+@nnx.jit
+def _margins(model: LanguageModel, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
+    """Return by how much the most likely byte exceeds the byte that follows, in logits."""
+    logits = model(tokens)[:, :-1]
+    following = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.max(logits, axis=-1) - following
 
 
-def differing_byte(model: LanguageModel, settings: Settings, prompts: Sequence[bytes], texts: Sequence[bytes]) -> str:
+def differing_byte(model: LanguageModel, settings: Settings, requests: Sequence[Request], tie: float = 0.0) -> str:
     """Describe the first difference between a text and greedy decoding without a cache; empty if there is none.
 
     Byte t must be the most likely one after bytes 0 to t - 1. If this holds for every t after the prompt, the text is
     the result of greedy decoding without a cache. Because the model is causal, one call checks all t.
     """
-    tokens = np.zeros((len(texts), settings.sequence_length), np.int32)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = list(text)
-    wanted = np.asarray(jnp.argmax(nnx.jit(lambda model, tokens: model(tokens))(model, tokens), axis=-1))
-    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        for t in range(len(prompt), len(text)):
-            if text[t] != wanted[row, t - 1]:
-                return f"request {row}, byte {t}: {text[t]} with the cache, {wanted[row, t - 1]} without"
+    rows = 64
+    for first in range(0, len(requests), rows):
+        part = requests[first : first + rows]
+        tokens = np.zeros((rows, settings.sequence_length), np.int32)
+        for row, request in enumerate(part):
+            tokens[row, : len(request.text)] = list(request.text)
+        margins = np.asarray(_margins(model, tokens))
+        for row, request in enumerate(part):
+            generated = margins[row, request.prompt_length - 1 : len(request.text) - 1]
+            # Written so that NaN is a difference.
+            wrong = np.flatnonzero(~(generated <= tie))
+            if wrong.size:
+                place = request.prompt_length + int(wrong[0])
+                return (
+                    f"request {request.number}, byte {place}: {request.text[place]} with the cache, but another byte is "
+                    f"more likely without, by {generated[wrong[0]]:.2g}"
+                )
     return ""
 
 
 def cached_bits_per_byte(step: StepFunction, settings: Settings, batch: Int[np.ndarray, "B T"], dtype: str) -> float:
-    """Return the mean cross entropy of text, in bits, if every layer attends to a cache of a dtype."""
+    """Return the mean cross entropy of text int32 [B, T], in bits, if every layer attends to a cache of a dtype."""
     slots, length = batch.shape[0], batch.shape[1] - 1
     per_sequence = -(-length // PAGE_SIZE)
-    cache = make_cache(settings, slots=slots, num_pages=slots * per_sequence, dtype=dtype)
+    cache = make_cache(settings, num_pages=slots * per_sequence, dtype=dtype)
     table = np.random.default_rng(0).permutation(slots * per_sequence).reshape(slots, per_sequence).astype(np.int32)
     losses = []
     for begin in range(0, length, CHUNK):
-        part = batch[:, begin : min(begin + CHUNK, length)]
-        tokens = np.zeros((slots, CHUNK), np.int32)
-        tokens[:, : part.shape[1]] = part
-        counts, lengths = (np.full(slots, count, np.int32) for count in (part.shape[1], begin))
-        found, cache = step(cache, tokens, counts, counts, lengths, table)
-        labels = batch[:, begin + 1 : begin + 1 + part.shape[1]]
-        logits = found.logits[:, : part.shape[1]]
-        losses.append(np.asarray(optax.softmax_cross_entropy_with_integer_labels(logits, labels)))
-    return float(np.concatenate(losses, axis=1).mean()) / math.log(2.0)
+        end = min(begin + CHUNK, length)
+        tokens, used = np.zeros(slots * CHUNK, np.int32), slots * (end - begin)
+        tokens[:used] = batch[:, begin:end].reshape(-1)
+        offsets = np.arange(slots + 1, dtype=np.int32) * (end - begin)
+        found, cache = step(cache, tokens, offsets, np.full(slots, end, np.int32), table, CHUNK)
+        labels = batch[:, begin + 1 : end + 1].reshape(-1)
+        losses.append(np.asarray(optax.softmax_cross_entropy_with_integer_labels(found.logits[:used], labels)))
+    return float(np.concatenate(losses).mean()) / math.log(2.0)
 
 
-def make_prompts(settings: Settings, count: int, new_tokens: int) -> list[bytes]:
-    """Return pieces of held-out text, of different lengths that leave room for the generated bytes."""
-    _, text = language_model.split_text(language_model.english_text())
-    generator = np.random.default_rng(settings.seed)
-    lengths = generator.integers(1, settings.sequence_length - new_tokens, size=count)
-    starts = generator.integers(0, len(text) - settings.sequence_length, size=count)
-    return [text[start : start + length].tobytes() for start, length in zip(starts, lengths, strict=True)]
-
-
-def run(
-    settings: Settings, *, new_tokens: int, requests: int = 7, slots: int = 3, say: Callable[[str], None] = print
-) -> str:
+def run(settings: Settings, load: Load, console: Console) -> str:
     """Train, serve and measure; return the difference from the model without a cache, empty if there is none."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     training = language_model.train(settings, causal_attention(settings))
-    model = training.model
     say(f"trained for {settings.steps} steps: {training.bits_per_byte:.3f} bits per byte of held-out text")
-    step = make_step(model, settings)
-    prompts = make_prompts(settings, requests, new_tokens)
-    # Enough for two of the longest requests, so a third one may have to wait.
-    num_pages = 2 * -(-settings.sequence_length // PAGE_SIZE)
-    texts: list[bytes] = []
-    for guessed in (1, GUESSED):
-        name = "greedy" if guessed == 1 else f"with guesses of up to {guessed - 1} bytes"
-        server = Server(step, settings, slots, num_pages, guessed)
-        began = time.perf_counter()
-        texts = server.serve(prompts, new_tokens)
-        seconds = time.perf_counter() - began
-        difference = differing_byte(model, settings, prompts, texts)
-        if difference:
-            return f"{name}: {difference}"
-        say(
-            f"{name}: {requests} requests in {slots} slots, {server.num_written} bytes in {server.num_steps} steps, "
-            f"{seconds:.1f} s with compilation; every byte equals that of the model without a cache"
-        )
-    shortest = min(range(requests), key=lambda index: len(prompts[index]))
-    say(f"the shortest prompt, {prompts[shortest]!r}, continues: {texts[shortest][len(prompts[shortest]) :]!r}")
-    return _measure_eight_bits(model, step, settings, say)
+    step = make_step(training.model, settings)
+    arrivals, requests = draw_arrivals(settings, load), []
+    for dtype in load.caches:
+        uncached = language_model.with_attention(training.model, settings, causal_attention(settings, dtype))
+        for drafts in sorted({0, load.drafts}):
+            name = f"cache of {dtype}, " + (f"up to {drafts} drafts" if drafts else "greedy")
+            server = Server(
+                step,
+                settings,
+                slots=load.slots,
+                budget=load.slots * (1 + drafts) + CHUNK,
+                num_pages=load.pages(settings),
+                drafts=drafts,
+                dtype=dtype,
+            )
+            with Report(server.scheduler, console, name) as report:
+                requests = serve(server, arrivals, report)
+            difference = loss_of_requests(server, requests, load.requests) or differing_byte(
+                uncached, settings, requests, TIES[dtype]
+            )
+            if difference:
+                return f"{name}: {difference}"
+            say(f"{name}: no request and no page is lost; every byte equals that of the model without a cache")
+    finished = [request for request in requests if request.status is Status.FINISHED]
+    if finished:
+        shortest = min(finished, key=lambda request: request.prompt_length)
+        prompt, text = bytes(shortest.text[: shortest.prompt_length]), bytes(shortest.text[shortest.prompt_length :])
+        say(f"the shortest finished prompt, {prompt!r}, continues: {text!r}")
+    return _measure_caches(training.model, step, settings, console)
 
 
-def _measure_eight_bits(
-    model: LanguageModel, step: StepFunction, settings: Settings, say: Callable[[str], None]
-) -> str:
+def _measure_caches(model: LanguageModel, step: StepFunction, settings: Settings, console: Console) -> str:
     """Print bits per byte by dtype of the cache; return the difference if a float32 cache changes the result."""
     _, text = language_model.split_text(language_model.english_text())
     (batch,) = language_model.batches(text, settings, count=1, seed=settings.seed + 2)
     plain = float(language_model.evaluation_step(model, jnp.asarray(batch))) / math.log(2.0)
-    found = {
-        dtype: cached_bits_per_byte(step, settings, batch, dtype)
-        for dtype in ("float32", "float8_e4m3fn", "float8_e5m2")
-    }
-    say(f"held-out text without a cache: {plain:.5f} bits per byte")
+    found = {dtype: cached_bits_per_byte(step, settings, batch, dtype) for dtype in CACHES}
+    console.print(f"held-out text without a cache: {plain:.5f} bits per byte", highlight=False)
     for dtype, bits in found.items():
-        say(f"  cache of {dtype}: {bits:.5f}, {bits - plain:+.5f}")
+        console.print(f"  cache of {dtype}: {bits:.5f}, {bits - plain:+.5f}", highlight=False)
     if not abs(found["float32"] - plain) < 1e-4:
         return f"held-out text: {found['float32']} bits per byte with a cache of float32, {plain} without"
     return ""
@@ -384,16 +255,40 @@ def _measure_eight_bits(
 
 def main(arguments: Sequence[str]) -> None:
     """Parse the options and run."""
-    parser = argparse.ArgumentParser(description="Generate text through a paged cache, and check every byte of it.")
+    parser = argparse.ArgumentParser(description="Serve text through a paged cache, and check every byte of it.")
+    parser.add_argument("--model", choices=list(MODELS), default="small", help="size of the model")
     parser.add_argument("--steps", type=int, default=100, help="training steps")
-    parser.add_argument("--new-tokens", type=int, default=96, help="bytes to generate after each prompt")
+    parser.add_argument("--new-tokens", type=int, help="most bytes to generate for a request; 3/8 of the context")
+    parser.add_argument("--requests", type=int, default=Load.requests, help="number of requests")
+    parser.add_argument("--arrivals", type=float, default=Load.arrivals, help="mean number of arrivals in a step")
+    parser.add_argument("--cancelled", type=float, default=Load.cancelled, help="share of requests to cancel")
+    parser.add_argument("--slots", type=int, default=Load.slots, help="most requests in a step")
+    parser.add_argument("--pages", type=int, help="size of the pool; a fifth of what all slots may need")
+    parser.add_argument("--drafts", type=int, default=Load.drafts, help="most drafted tokens of a request in a step")
+    parser.add_argument("--cache", nargs="+", choices=CACHES, default=Load.caches, help="dtypes of the cache")
     options = parser.parse_args(arguments)
-    settings = Settings(steps=options.steps, sequence_length=256)
-    if options.steps < 2 or not 1 <= options.new_tokens < settings.sequence_length - 1:
-        parser.error(f"--steps must be at least 2, --new-tokens 1 to {settings.sequence_length - 2}; got {options}")
+    settings = dataclasses.replace(MODELS[options.model], steps=options.steps)
+    most = settings.sequence_length - 2
+    new_tokens = settings.sequence_length * 3 // 8 if options.new_tokens is None else options.new_tokens
+    if options.steps < 2 or not 1 <= new_tokens <= most:
+        parser.error(f"--steps must be at least 2, --new-tokens 1 to {most}; got {options}")
+    if min(options.requests, options.slots) < 1 or options.drafts < 0 or not options.arrivals > 0:
+        parser.error(
+            f"--requests and --slots must be at least 1, --arrivals positive, --drafts 0 or more; got {options}"
+        )
+    load = Load(
+        requests=options.requests,
+        arrivals=options.arrivals,
+        cancelled=options.cancelled,
+        new_tokens=new_tokens,
+        slots=options.slots,
+        num_pages=options.pages,
+        drafts=options.drafts,
+        caches=tuple(options.cache),
+    )
     # By default, float32 products on a GPU use fewer bits, and round differently with and without a cache.
     with jax.default_matmul_precision("highest"):
-        difference = run(settings, new_tokens=options.new_tokens)
+        difference = run(settings, load, Console())
     if difference:
         sys.exit(f"the text differs from that of the model without a cache: {difference}")
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # tests/examples covers these.
-LONG_EXAMPLES = ("*ranking*", "decode.py", "*language*", "*evoformer*", "long_context*")
+LONG_EXAMPLES = ("*ranking*", "decode*", "*language*", "*evoformer*", "long_context*")
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").glob("*.py") if not any(path.match(pattern) for pattern in LONG_EXAMPLES)
 )
