@@ -176,8 +176,8 @@ def differing_byte(model: LanguageModel, settings: Settings, requests: Sequence[
             if wrong.size:
                 place = request.prompt_length + int(wrong[0])
                 return (
-                    f"request {request.number}, byte {place}: {request.text[place]} with the cache, but another byte is "
-                    f"more likely without, by {generated[wrong[0]]:.2g}"
+                    f"request {request.number}, byte {place}: {request.text[place]} with the cache; without, another "
+                    f"byte is more likely by {generated[wrong[0]]:.2g}"
                 )
     return ""
 

@@ -270,7 +270,7 @@ class Scheduler:
             return known
         # The step itself predicts one more byte.
         room = min(rows - len(known), self.drafts, request.goal - len(request.text) - 1)
-        return known + draft(bytes(request.text), room)
+        return known + (draft(bytes(request.text), room) if room > 0 else b"")
 
     def _share_pages(self, request: Request) -> None:
         """Skip the tokens that finished pages hold, except for the last token, whose prediction is needed."""
