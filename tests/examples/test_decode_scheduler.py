@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import importlib
 import itertools
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +161,9 @@ def serve(decode, drawn: list[Drawn], *, checks_pool: bool = True, **sizes):
         assert np.diff(batch.offsets)[: len(batch.requests)].min() >= 1
         assert np.diff(batch.offsets).max() <= batch.most_tokens
         assert len(set(batch.requests)) == len(batch.requests) <= len(scheduler.running) <= sizes["slots"]
+        # The oldest requests run, even after preemptions.
+        numbers = [request.number for request in (*scheduler.running, *scheduler.waiting)]
+        assert numbers == sorted(numbers)
         # No request that decodes waits for a prompt.
         assert all(request in batch.requests for request in scheduler.running if request.pending == 1)
         finished += scheduler.complete(batch, device.run(batch))
@@ -368,6 +372,20 @@ def test_least_recently_used_pages_are_reused_first_and_ends_of_texts_before_beg
     assert pool.share(prefix, b"cd") is None
 
 
+def test_page_is_not_found_after_other_text_in_the_place_of_its_predecessor(decode):
+    pool, start = decode.pages.PagePool(3, 2), decode.pages.START
+    first, own, end = (pool.take() for _ in range(3))
+    prefix = pool.finish(first, start, b"ab")
+    assert pool.finish(own, start, b"ab") == prefix
+    pool.finish(end, prefix, b"cd")
+    # The page that the index has for the beginning is reused, while the text with its own copy goes on.
+    pool.release([first])
+    assert pool.take() == first
+    other = pool.finish(first, start, b"xy")
+    assert pool.share(other, b"cd") is None
+    assert pool.share(start, b"ab") is None and pool.finish(own, start, b"ab") not in (prefix, other)
+
+
 def test_draft_continues_the_last_repeated_text(decode):
     draft = decode.scheduler.draft
     assert draft(b"one two three; one two", 6) == b" three"
@@ -389,6 +407,11 @@ def test_request_that_can_never_be_served_raises_value_error(decode, prompt, new
     with pytest.raises(ValueError, match=message):
         scheduler.submit(prompt, new_tokens)
     assert scheduler.is_idle and scheduler.counters.submitted == 0
+
+
+def test_scheduler_imports_neither_jax_nor_the_library():
+    program = "import sys, decode_scheduler; sys.exit(bool({'jax', 'blockdiag'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], cwd=EXAMPLES, check=False).returncode == 0
 
 
 def test_budget_below_the_rows_of_decoding_raises_value_error(decode):
