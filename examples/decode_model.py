@@ -17,6 +17,7 @@ PAGE_SIZE = 16
 
 
 def has_eight_bits(dtype: Any) -> bool:
+    """Return whether this is an eight-bit dtype, whose tokens and heads have scales."""
     return jnp.dtype(dtype).itemsize == 1
 
 
@@ -85,10 +86,11 @@ type StepFunction = Callable[..., tuple[Step, list[LayerCache]]]
 
 
 def make_step(model: LanguageModel, settings: Settings) -> StepFunction:
-    """Compile a step, which appends new tokens of each sequence to the cache and predicts the token after each.
+    """Return a compiled step, which appends new tokens of each sequence to the cache and predicts the token after each.
 
-    The step is compiled once for each number of rows and bound on the tokens of a sequence. Drafts are tokens like all
-    others: rejected ones stay in the pages, beyond the length of their sequence, until later tokens overwrite them.
+    Its arguments are the cache and then the arrays of a `Batch`. It is compiled once for each number of rows and bound
+    on the tokens of a sequence. Drafts are tokens like all others: rejected ones stay in the pages, beyond the length
+    of their sequence, until later tokens overwrite them.
     """
     definition, weights = nnx.split(model)
     tables = language_model.position_tables(settings)
@@ -139,27 +141,28 @@ def causal_attention(settings: Settings, cache_dtype: str | None = None) -> Atte
 
     Args:
         settings: settings of the model.
-        cache_dtype: round keys and values as a cache of this dtype does; None for no rounding.
+        cache_dtype: keys and values are rounded as in a cache of this dtype; by default that of the model.
     """
     tables = language_model.position_tables(settings)
     cache_dtype = cache_dtype or settings.dtype
     dtype = settings.dtype if has_eight_bits(cache_dtype) else cache_dtype
 
     def rounded(array: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """Return float32 numbers as the cache holds them."""
         if not has_eight_bits(cache_dtype):
-            return array
-        # The scale maps the largest element of each token and head to the largest number.
+            return array.astype(cache_dtype).astype(jnp.float32)
+        # The scale maps the largest element of each token and head to the largest number of the dtype.
         largest = jnp.max(jnp.abs(array), axis=-1, keepdims=True)
         scale = jnp.maximum(largest / float(jnp.finfo(cache_dtype).max), jnp.finfo(jnp.float32).tiny)
         return (array / scale).astype(cache_dtype).astype(jnp.float32) * scale
 
     def attend(query: Array, key: Array, value: Array, **flax_arguments: Any) -> Array:
         del flax_arguments  # This model has no dropout, no mask of its own and no sowing.
-        query, key, value = (array.astype(dtype) for array in (query, key, value))
         cos, sin = (table[: query.shape[1]] for table in tables)
-        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        # Scores and weights are float32, as in `paged_attention`.
-        wide = (array.astype(jnp.float32) for array in (query, rounded(key), rounded(value)))
-        return jax.nn.dot_product_attention(*wide, is_causal=True).astype(dtype)
+        query = apply_rotary(query.astype(dtype), cos, sin).astype(jnp.float32)
+        # `append_to_pages` rotates in float32 and rounds once, and scores and weights are float32.
+        key, value = (array.astype(dtype).astype(jnp.float32) for array in (key, value))
+        key = apply_rotary(key, cos, sin)
+        return jax.nn.dot_product_attention(query, rounded(key), rounded(value), is_causal=True).astype(dtype)
 
     return attend

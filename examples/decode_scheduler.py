@@ -326,7 +326,8 @@ class Scheduler:
 
     def _end_cancelled(self) -> None:
         """End the requests that were cancelled since the last step."""
-        for request in self._cancelling:
+        while self._cancelling:
+            request = self._cancelling.pop()
             if request.status is Status.WAITING:
                 self.waiting.remove(request)
             elif request.status is Status.RUNNING:
@@ -334,7 +335,6 @@ class Scheduler:
             else:
                 continue
             self._end(request, Status.CANCELLED)
-        self._cancelling.clear()
 
     def _end(self, request: Request, status: Status) -> None:
         self._release_pages(request)
