@@ -48,11 +48,11 @@ MODELS = {
     "tiny": Settings(sequence_length=64, width=16, heads=2, layers=1),
 }
 CACHES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-# Rows of a step in addition to those that decoding may need.
+# Rows of a step in addition to those that decoding may need, and rows of a sequence when bits per byte are measured.
 CHUNK = 32
 # Logits that differ by no more are a tie. A key that lies between two numbers of a smaller cache may be rounded to
 # either one, and on a GPU the kernels for 16-bit caches round attention weights to 16 bits.
-TIES = dict.fromkeys(CACHES, 2**-5) | {"float32": 0.0}
+TIES = {"float32": 0.0, "bfloat16": 2**-5, "float8_e4m3fn": 2**-7, "float8_e5m2": 2**-7}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,11 @@ class Load:
     num_pages: int | None = None
     drafts: int = 7
     caches: tuple[str, ...] = CACHES[:3]
+
+    @property
+    def budget(self) -> int:
+        """Rows of a step; the same without drafts, so that a program serves both."""
+        return self.slots * (1 + self.drafts) + CHUNK
 
     def pages(self, settings: Settings) -> int:
         """Return the size of the pool."""
@@ -180,7 +185,7 @@ def compare_bytes(model: LanguageModel, settings: Settings, requests: Sequence[R
         tokens = np.zeros((rows, settings.sequence_length), np.int32)
         for row, request in enumerate(part):
             tokens[row, : len(request.text)] = list(request.text)
-        margins = np.asarray(_margins(model, tokens))
+        margins = np.asarray(_margins(model, jnp.asarray(tokens)))
         for row, request in enumerate(part):
             for place in range(request.prompt_length, len(request.text)):
                 margin = float(margins[row, place - 1])
@@ -226,7 +231,7 @@ def run(settings: Settings, load: Load, console: Console) -> str:
                 step,
                 settings,
                 slots=load.slots,
-                budget=load.slots * (1 + drafts) + CHUNK,
+                budget=load.budget,
                 num_pages=load.pages(settings),
                 drafts=drafts,
                 dtype=dtype,
@@ -282,6 +287,8 @@ def main(arguments: Sequence[str]) -> None:
     new_tokens = settings.sequence_length * 3 // 8 if options.new_tokens is None else options.new_tokens
     if options.steps < 2 or not 1 <= new_tokens <= most:
         parser.error(f"--steps must be at least 2, --new-tokens 1 to {most}; got {options}")
+    if not 0 <= options.cancelled <= 1:
+        parser.error(f"--cancelled must be a share from 0 to 1; got {options}")
     if min(options.requests, options.slots) < 1 or options.drafts < 0 or not options.arrivals > 0:
         parser.error(
             f"--requests and --slots must be at least 1, --arrivals positive, --drafts 0 or more; got {options}"

@@ -42,7 +42,7 @@ class LayerCache(NamedTuple):
         """The dtype of queries, and of keys and values before they are rounded to the cache."""
         return self.inputs.dtype if has_eight_bits(self.key_pages.dtype) else self.key_pages.dtype
 
-    def pages(self) -> dict[str, Array | None]:
+    def pages(self) -> dict[str, Any]:
         """The pages and scales, as keyword arguments of `append_to_pages` and `paged_attention`."""
         return {name: array for name, array in self._asdict().items() if name != "inputs"}
 
@@ -63,9 +63,12 @@ def make_cache(settings: Settings, *, num_pages: int, dtype: str) -> list[LayerC
 
     # Each array has its own memory, because all of them are donated.
     def layer() -> LayerCache:
-        pages = [jnp.full(pool, jnp.nan, dtype) for _ in range(2)]
-        scales = [jnp.full(pool[:-1], jnp.nan, jnp.float32) if has_eight_bits(dtype) else None for _ in range(2)]
-        return LayerCache(*pages, *scales, jnp.full((*pool[:2], settings.width), jnp.nan, settings.dtype))
+        key_pages, value_pages = (jnp.full(pool, jnp.nan, dtype) for _ in range(2))
+        key_scale, value_scale = (
+            jnp.full(pool[:-1], jnp.nan, jnp.float32) if has_eight_bits(dtype) else None for _ in range(2)
+        )
+        inputs = jnp.full((*pool[:2], settings.width), jnp.nan, settings.dtype)
+        return LayerCache(key_pages, value_pages, key_scale, value_scale, inputs)
 
     return [layer() for _ in range(settings.layers)]
 

@@ -346,9 +346,16 @@ class Scheduler:
         """Return a batch without requests, of the size of steps in which all requests decode, or of other steps."""
         most_tokens = 1 + self.drafts if is_decoding else self.budget
         rows = self.slots * (1 + self.drafts) if is_decoding else self.budget
-        # New arrays for each step, because the device may still read those of the last one.
-        shapes = rows, self.slots + 1, self.slots, (self.slots, self.max_pages)
-        return Batch([], [], *(np.zeros(shape, np.int32) for shape in shapes), most_tokens)
+        # The arrays are new in each step, because the device may still read those of the last one.
+        return Batch(
+            requests=[],
+            known=[],
+            tokens=np.zeros(rows, np.int32),
+            offsets=np.zeros(self.slots + 1, np.int32),
+            lengths=np.zeros(self.slots, np.int32),
+            page_table=np.zeros((self.slots, self.max_pages), np.int32),
+            most_tokens=most_tokens,
+        )
 
     def _packed(self, tokens: dict[Request, bytes]) -> Batch | None:
         """Return the batch of these tokens of each request."""

