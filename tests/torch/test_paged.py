@@ -87,6 +87,21 @@ def test_scalar_and_tensor_scales_are_the_same_factor():
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("query_dtype", ["float8_e4m3fn", torch.float8_e5m2])
+def test_queries_are_rounded_to_the_query_dtype_as_in_jax(query_dtype):
+    arguments = simple_arguments(tokens=3, dtype=jnp.float8_e4m3fn)
+    query = simple_arguments(tokens=3, seed=1)["query"].astype(jnp.bfloat16).at[0, 0, 0, 0].set(1e5)
+    arguments |= {"query": query}
+    name = str(query_dtype).removeprefix("torch.")
+    expected = blockdiag.paged_attention(**arguments, query_dtype=name, return_residual=True)
+    attend = functools.partial(paged_attention, query_dtype=query_dtype, return_residual=True)
+    actual = attend(**to_tensors(arguments))
+    assert actual[0].dtype == torch.bfloat16
+    assert_same_bits(actual, expected)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(**to_tensors(arguments)), expected)
+
+
 def test_residual_is_returned_on_request_only():
     arguments = arguments_of(CASES["paged"])
     output = paged_attention(**arguments)

@@ -56,6 +56,21 @@ def test_numpy_arrays_and_lists_of_implementations_are_accepted():
     assert_close(attend(**arguments, implementation=["triton", "xla"]), attend(**case.arguments()))
 
 
+@pytest.mark.parametrize("query_dtype", ["float8_e4m3fn", jnp.float8_e5m2])
+def test_queries_are_rounded_to_the_query_dtype(query_dtype):
+    arguments = simple_arguments(tokens=3, dtype=jnp.float8_e4m3fn)
+    # The largest finite number replaces greater ones.
+    query = simple_arguments(tokens=3, seed=1)["query"].astype(jnp.bfloat16).at[0, 0, 0, 0].set(1e5)
+    largest = float(jnp.finfo(query_dtype).max)
+    rounded = jnp.clip(query, -largest, largest).astype(query_dtype)
+    output, log_sum = attend(**(arguments | {"query": query}), query_dtype=query_dtype, query_scale=0.5)
+    expected = attend(**(arguments | {"query": rounded}), query_scale=0.5)
+    assert output.dtype == jnp.bfloat16 and jnp.isfinite(output.astype(jnp.float32)).all()
+    assert_close((output, log_sum), expected)
+    with pytest.raises(TypeError, match="paged_attention is for inference and cannot be differentiated"):
+        jax.grad(lambda x: attend(**(arguments | {"query": x}), query_dtype=query_dtype)[0].sum().astype(float))(query)
+
+
 # --- scales, windows, splits --------------------------------------------------------------------------------------
 
 
@@ -593,6 +608,14 @@ MISTAKES = {
     "query scale of tokens": (
         dict(query_scale=zeros(5, 16, 2)),
         r"`query_scale` must have shape \(\), \(2, 2\), one .*head, got \(5, 16, 2\)",
+    ),
+    "query dtype of 16 bits": (
+        dict(query_dtype="float16"),
+        r"`query_dtype` must be one of \['float8_e4m3fn', 'float8_e5m2'\] or None, got 'float16'",
+    ),
+    "query dtype beside a wide cache": (
+        dict(query_dtype="float8_e5m2"),
+        "`query_dtype` needs `key_pages` of an eight-bit dtype, .* got .*float32; leave `query_dtype` out",
     ),
     "no splits": (dict(num_splits=0), r"`num_splits` must be an integer of 1\.\.256, .* got 0; leave it out"),
     "splits True": (dict(num_splits=True), "`num_splits` .* got True"),

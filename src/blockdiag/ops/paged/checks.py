@@ -183,6 +183,28 @@ def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:
             )
 
 
+def check_query_dtype(query_dtype: Any, query: Any, key_pages: Any, value_pages: Any) -> str:
+    """Return the name of the eight-bit dtype that queries are rounded to."""
+    try:
+        name = query_dtype if isinstance(query_dtype, str) else dtype_name(query_dtype)
+    except TypeError:  # not a dtype
+        name = None
+    if name not in EIGHT_BIT_FLOATS:
+        raise ValueError(
+            f"`query_dtype` must be one of {list(EIGHT_BIT_FLOATS)} or None, got {query_dtype!r}; cast wider queries "
+            "yourself"
+        )
+    if dtype_name(query.dtype) not in (*FLOATS, name):
+        raise ValueError(f"`query_dtype` is {name}, which a query of {query.dtype} cannot be rounded to; leave it out")
+    for argument, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
+        if dtype_name(pages.dtype) not in EIGHT_BIT_FLOATS:
+            raise ValueError(
+                f"`query_dtype` needs `{argument}` of an eight-bit dtype, {list(EIGHT_BIT_FLOATS)}, got {pages.dtype}; "
+                "leave `query_dtype` out"
+            )
+    return name
+
+
 def check_sequences(
     query: Any, kv_lengths: Any, query_lengths: Any, query_offsets: Any, max_query_length: Any
 ) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Types of call options, for the overloads of the public functions of JAX and torch; `A` is the array type."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 type Window = int | tuple[int | None, int | None]
 """Maximum number of keys seen before and after a query's own position; one number for both, None for no bound."""
@@ -21,6 +21,7 @@ class PagedOptions[A](TypedDict, total=False):
     key_scale: A | float | None
     value_scale: A | float | None
     query_scale: A | float | None
+    query_dtype: Any
     num_splits: int | None
     split_size: int | None
     implementation: str | Sequence[str] | None

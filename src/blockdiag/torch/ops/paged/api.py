@@ -8,7 +8,7 @@ import torch
 
 from blockdiag.common import validation
 from blockdiag.interop.private_torch import may_have_tangents
-from blockdiag.ops.paged.checks import check_soft_cap, check_window
+from blockdiag.ops.paged.checks import check_query_dtype, check_soft_cap, check_window
 from blockdiag.ops.paged.options import PagedOptions, Window
 from blockdiag.ops.paged.problem import PAGED
 from blockdiag.torch import dtensor_registration, nested
@@ -77,6 +77,7 @@ def paged_attention(
     key_scale: Scale | None = None,
     value_scale: Scale | None = None,
     query_scale: Scale | None = None,
+    query_dtype: torch.dtype | str | None = None,
     num_splits: int | None = None,
     split_size: int | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -124,6 +125,8 @@ def paged_attention(
             [P, page_size, K], one factor for each token and head. A scalar tensor is expanded in every call by one
             additional small kernel; a number and [B, K] are not.
         query_scale: factor of queries: a number, or float32 of shape [] or [B, K], by key head.
+        query_dtype: float8_e4m3fn or float8_e5m2, to which queries are rounded, for caches of eight bits; see the JAX
+            function. Two small kernels round them.
         num_splits, split_size: how the keys of each sequence are divided; see the JAX function.
         implementation: which implementation runs. None means the native kernels on CUDA where they support the call,
             and "xla" through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU.
@@ -133,7 +136,7 @@ def paged_attention(
         return_residual: whether to return the log-sum-exp too, which `merge_attention_states` needs to merge results.
 
     Returns:
-        The output [B, T, N, V] or [rows, N, V] in the dtype of `query`, or bfloat16 for 8-bit queries. With
+        The output [B, T, N, V] or [rows, N, V] in the dtype of `query`, or bfloat16 if `query` is 8-bit. With
         `return_residual` also the natural logarithm of the sum of the exponentials of the scores seen, float32 [B, T,
         N] or [rows, N] (float64 for float64 queries).
 
@@ -162,6 +165,13 @@ def paged_attention(
         scale = scale if scale is None or type(scale) is float else validation.check_scale(scale, 1)
         if local_window_size is not None:
             check_window(local_window_size, True, 1, 1)
+    wanted = None
+    if query_dtype is not None and isinstance(query, torch.Tensor):
+        dtype = getattr(torch, check_query_dtype(query_dtype, query, key_pages, value_pages))
+        if query.dtype != dtype:
+            wanted = query.dtype
+            largest = torch.finfo(dtype).max
+            query = query.clamp(-largest, largest).to(dtype)
     sizes: Any = local_window_size
     left, right = sizes if isinstance(sizes, (tuple, list)) else (sizes, sizes)
     arguments = PagedArguments(
@@ -175,7 +185,7 @@ def paged_attention(
         if is_native and isinstance(query, torch.Tensor) and query.is_cuda:
             results = _attend_natively(arguments)
             if results is not None:
-                return results if return_residual else results[0]
+                return _returned(results, wanted, return_residual)
         check_names(implementation, names, PAGED)
         arguments = _checked(arguments)
     if type(query) is not torch.Tensor:
@@ -185,7 +195,13 @@ def paged_attention(
     scales = {name: as_tensor_scale(getattr(arguments, name), query) for name in _SCALES}
     operators = torch.ops.blockdiag
     operator = operators.paged_attention if is_native else operators.paged_attention_through_jax
-    output, log_sum = operator(*arguments._replace(**scales))
+    return _returned(operator(*arguments._replace(**scales)), wanted, return_residual)
+
+
+def _returned(results: Any, dtype: torch.dtype | None, return_residual: bool) -> Any:
+    """Return what the caller asked for; the output is converted to `dtype` unless it is None."""
+    output, log_sum = results
+    output = output if dtype is None else output.to(dtype)
     return (output, log_sum) if return_residual else output
 
 
