@@ -125,11 +125,18 @@ def forget_programs() -> None:
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
     jax.clear_caches()
+    gc.unfreeze()
     gc.collect()
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    """Drop programs before the process has too many mappings."""
+    """Drop programs before the process has too many mappings, and set aside objects that stay alive.
+
+    Otherwise each full collection would visit the millions of objects of traced programs again, which takes seconds.
+    """
     del nodeid
-    if next(_finished_tests) % _TESTS_BETWEEN_COUNTS == 0 and count_mappings() > _MOST_MAPPINGS:
-        forget_programs()
+    if next(_finished_tests) % _TESTS_BETWEEN_COUNTS == 0:
+        if count_mappings() > _MOST_MAPPINGS:
+            forget_programs()
+        gc.collect()
+        gc.freeze()
