@@ -48,6 +48,7 @@ class PagedCase:
         cache_dtype: dtype of keys, and of values if `value_dtype` is None; None for the query's dtype.
         page_size: tokens of a page; None for a contiguous cache.
         spare_pages: columns of the page table beyond what the longest sequence needs.
+        is_latent: whether values are the first `value_dim` columns of the keys, scaled as these are.
         score_scale: whether there is a factor for each sequence and key head.
         eight_bit_products: whether weights may be rounded to eight bits, and scores added with about 14 bits, as the
             kernel of prompts for Hopper does.
@@ -70,6 +71,7 @@ class PagedCase:
     window: tuple[int | None, int | None] = (None, None)
     soft_cap: float | None = None
     sinks: bool = False
+    is_latent: bool = False
     score_scale: bool = False
     key_scale: str = "none"
     value_scale: str = "none"
@@ -99,6 +101,7 @@ class PagedCase:
             max_pages=max_pages,
             scale=self.head_dim**-0.5 if self.scale is None else self.scale,
             has_page_table=self.page_size is not None,
+            has_value_pages=not self.is_latent,
             has_query_lengths=self.query_lengths is not None,
             is_causal=self.is_causal,
             window=self.window,
@@ -106,7 +109,7 @@ class PagedCase:
             has_sinks=self.sinks,
             has_score_scale=self.score_scale,
             key_scale=self.key_scale,
-            value_scale=self.value_scale,
+            value_scale=self.key_scale if self.is_latent else self.value_scale,
             num_splits=self.num_splits,
             split_size=self.split_size,
         )
@@ -124,7 +127,7 @@ class PagedCase:
         def scales(shape: Sequence[int]) -> np.ndarray:
             return generator.uniform(0.5, 2, size=shape).astype(np.float32)
 
-        return {
+        dense = {
             "query": normal((*rows, problem.head_dim), problem.query_dtype),
             "key": normal((*tokens, problem.head_dim), problem.key_dtype),
             "value": normal((*tokens, problem.value_dim), problem.value_dtype),
@@ -133,6 +136,9 @@ class PagedCase:
             "key_scale": scales(tokens),
             "value_scale": scales(tokens if self.value_scale == "token" else tokens[::2]),
         }
+        if self.is_latent:
+            dense |= {"value": dense["key"][..., : problem.value_dim], "value_scale": dense["key_scale"]}
+        return dense
 
     @functools.cached_property
     def table(self) -> np.ndarray:
@@ -163,14 +169,14 @@ class PagedCase:
         return (
             dense["query"],
             self.paged(dense["key"]),
-            self.paged(dense["value"]),
+            None if self.is_latent else self.paged(dense["value"]),
             self.table if problem.has_page_table else None,
             np.asarray(self.kv_lengths, np.int32),
             None if self.query_lengths is None else np.asarray(self.query_lengths, np.int32),
             dense["sinks"] if self.sinks else None,
             dense["score_scale"] if self.score_scale else None,
             self.paged(dense["key_scale"]) if self.key_scale == "token" else None,
-            self.paged(dense["value_scale"]) if self.value_scale == "token" else value_scale,
+            self.paged(dense["value_scale"]) if problem.value_scale == "token" else value_scale,
             None,  # no table of tiles
         )
 
@@ -186,7 +192,8 @@ class PagedCase:
         return dict(zip(names, operands, strict=False)) | dict(
             query_scale=score_scale,
             key_scale=key_scales,
-            value_scale=value_scales,
+            value_scale=None if self.is_latent else value_scales,
+            value_dim=problem.value_dim if self.is_latent else None,
             scale=self.scale,
             is_causal=self.is_causal,
             local_window_size=None if problem.window == (None, None) else problem.window,
@@ -295,8 +302,8 @@ def _by_loops(case: PagedCase, wide: Any, rounded: Callable[[np.ndarray], np.nda
             key = key * dense["score_scale"][b, k]
         if case.key_scale == "token":
             key = key * dense["key_scale"][b, :length, k, None]
-        if case.value_scale != "none":
-            scale = dense["value_scale"][b, k] if case.value_scale == "head" else dense["value_scale"][b, :length, k]
+        if problem.value_scale != "none":
+            scale = dense["value_scale"][b, k] if problem.value_scale == "head" else dense["value_scale"][b, :length, k]
             value = value * scale.reshape(-1, 1)
         key, value = rounded(key), rounded(value)
         for i in range(num_queries):

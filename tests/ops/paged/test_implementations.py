@@ -72,6 +72,11 @@ CASES = {
     "split size of no tile": PagedCase(
         kv_lengths=(300, 170), split_size=100, num_splits=3, dtype="bfloat16", page_size=128
     ),
+    "latent, scales of tokens": PagedCase(
+        kv_lengths=EDGES, is_latent=True, head_dim=40, value_dim=24, query_heads=4, key_scale="token", page_size=3,
+        dtype="bfloat16", cache_dtype="float8_e4m3fn", query_tokens=2, window=(50, None), num_splits=2,
+    ),
+    "latent, no keys at all": PagedCase(kv_lengths=(0, 0), is_latent=True, value_dim=8),
     "no keys at all": PagedCase(kv_lengths=(0, 0), sinks=True, num_splits=2),
 }  # fmt: skip
 
@@ -97,6 +102,26 @@ KERNEL_CASES = {
         cache_dtype="float8_e4m3fn", num_splits=2,
     ),
     "value scales of tokens": PagedCase(kv_lengths=FEW, value_scale="token", query_tokens=2, sinks=True),
+    "latent of 576 columns, drafts": PagedCase(
+        kv_lengths=(3, 70, 130), query_lengths=(4, 0, 3), is_latent=True, head_dim=576, value_dim=512, query_heads=64,
+        query_tokens=4, dtype="bfloat16", page_size=64, scale=0.07, window=(70, None), sinks=True,
+    ),
+    "latent of 576 columns, e4m3, splits": PagedCase(
+        kv_lengths=(0, 1, 130), is_latent=True, head_dim=576, value_dim=512, query_heads=128, dtype="bfloat16",
+        cache_dtype="float8_e4m3fn", key_scale="token", scale=0.07, num_splits=2,
+    ),
+    "latent of 576 columns, few heads, e5m2": PagedCase(
+        kv_lengths=(0, 1, 130), is_latent=True, head_dim=576, value_dim=512, query_heads=8, dtype="float16",
+        cache_dtype="float8_e5m2", score_scale=True, page_size=None, soft_cap=9.0,
+    ),
+    "latent with values in the middle of a part": PagedCase(
+        kv_lengths=(65, 2), is_latent=True, head_dim=200, value_dim=72, query_heads=3, query_tokens=2
+    ),
+    "512 and 512": PagedCase(
+        kv_lengths=(1, 70), head_dim=512, query_heads=24, dtype="bfloat16", cache_dtype="float8_e4m3fn",
+        is_causal=False, window=(None, 3), query_tokens=2, value_scale="head",
+    ),
+    "576 and 264": PagedCase(kv_lengths=(1, 70), head_dim=576, value_dim=264, query_heads=2, page_size=3),
     "more splits than keys": PagedCase(kv_lengths=EDGES, num_splits=8, query_heads=4, key_heads=2, sinks=True),
 }  # fmt: skip
 
@@ -105,7 +130,7 @@ DECLINED = {
     "float64": PagedCase(kv_lengths=EDGES, dtype="float64", query_tokens=2, sinks=True, key_scale="token"),
     "float32 beside e4m3": PagedCase(kv_lengths=FEW, cache_dtype="float8_e4m3fn"),
     "seven elements": PagedCase(kv_lengths=FEW, head_dim=7),
-    "264 elements": PagedCase(kv_lengths=FEW, value_dim=264, query_heads=1),
+    "520 elements": PagedCase(kv_lengths=FEW, value_dim=520, query_heads=1),
 }
 
 

@@ -33,7 +33,7 @@ from blockdiag.ops.paged.scales import canonical_scales
 def paged_attention(
     query: Float[Array, "*tokens N H"],
     key_pages: Float[Array, "P page_size K H"],
-    value_pages: Float[Array, "P page_size K V"],
+    value_pages: Float[Array, "P page_size K V"] | None,
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     *,
@@ -46,7 +46,7 @@ def paged_attention(
 def paged_attention(
     query: Float[Array, "*tokens N H"],
     key_pages: Float[Array, "P page_size K H"],
-    value_pages: Float[Array, "P page_size K V"],
+    value_pages: Float[Array, "P page_size K V"] | None,
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     *,
@@ -58,10 +58,11 @@ def paged_attention(
 def paged_attention(
     query: Float[Array, "*tokens N H"],
     key_pages: Float[Array, "P page_size K H"],
-    value_pages: Float[Array, "P page_size K V"],
+    value_pages: Float[Array, "P page_size K V"] | None,
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     *,
+    value_dim: int | None = None,
     query_lengths: Int[Array, " B"] | None = None,
     query_offsets: Int[Array, " offsets"] | None = None,
     max_query_length: int | None = None,
@@ -105,7 +106,11 @@ def paged_attention(
             bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], N a multiple of K. Page size
             and V may be any number. Each has the dtype of `query` or an 8-bit dtype, float8_e4m3fn or float8_e5m2. With
-            an 8-bit query both must be 8-bit.
+            an 8-bit query both must be 8-bit. With ``value_pages=None`` the values are the first `value_dim` columns
+            of the keys, and `key_scale` is a factor on both. This is the latent cache of MLA in its absorbed form, with
+            K = 1: rows of 512 latent and 64 rotary columns, read once. `scale` is then that of the model, such as
+            1 / sqrt(128 + 64), since H is 576.
+        value_dim: V without `value_pages`, 1 to H, known when tracing; otherwise None.
         page_table: int32 [B, max_pages], page numbers. Known entries that keys use are checked; outside `jax.jit` the
             check waits until they are computed. Traced entries are clipped to [0, P). None means a contiguous cache,
             whose pages [B, S, K, H] are one per sequence.
@@ -157,7 +162,7 @@ def paged_attention(
     References:
         Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
         Splits: Flash-Decoding of Dao et al. (2023). Soft cap: Gemma 2 (2024). Sinks: gpt-oss (2025). Page layout: NHD
-        of FlashInfer, Ye et al. (2025).
+        of FlashInfer, Ye et al. (2025). Latent caches: multi-head latent attention of DeepSeek-V2 (2024).
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -168,7 +173,8 @@ def paged_attention(
         >>> paged_attention(query, key_pages, value_pages, page_table, jnp.asarray([40, 3], jnp.int32)).shape
         (2, 1, 8, 64)
     """
-    query, key_pages, value_pages = jnp.asarray(query), jnp.asarray(key_pages), jnp.asarray(value_pages)
+    query, key_pages = jnp.asarray(query), jnp.asarray(key_pages)
+    value_pages = None if value_pages is None else jnp.asarray(value_pages)
     wanted = None
     if query_dtype is not None:
         name = check_query_dtype(query_dtype, query, key_pages, value_pages)
@@ -178,6 +184,7 @@ def paged_attention(
             largest = EIGHT_BIT_FLOATS[name].largest
             query = jnp.clip(query, -largest, largest).astype(name)
     options = dict(
+        value_dim=value_dim,
         scale=scale,
         is_causal=is_causal,
         local_window_size=local_window_size,

@@ -14,7 +14,7 @@ from blockdiag.common import validation
 from blockdiag.common.arrays import dtype_name, is_traced, known_values
 from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, FLOATS
 from blockdiag.common.sizes import is_symbolic, smaller_bound
-from blockdiag.ops.paged.problem import NO_BOUND, CacheScale, PagedProblem
+from blockdiag.ops.paged.problem import NO_BOUND, WIDE_HEAD, CacheScale, PagedProblem
 from blockdiag.ops.paged.splits import choose_splits
 
 SPLIT_TILE = 64
@@ -41,6 +41,7 @@ def describe_paged_call(
     query_scale: Any,
     num_splits: Any,
     split_size: Any,
+    value_dim: Any = None,
 ) -> PagedProblem:
     """Check every argument and return the static description of the call.
 
@@ -48,6 +49,7 @@ def describe_paged_call(
         ValueError: an argument is wrong; the message names it, its value and the remedy.
     """
     check_paged_operands(query, key_pages, value_pages)
+    value_dim = _check_value_dim(value_dim, value_pages, query.shape[-1])
     has_table = page_table is not None
     batch, query_tokens = check_sequences(query, kv_lengths, query_lengths, query_offsets, max_query_length)
     check_cache(key_pages, page_table, kv_lengths, batch)
@@ -63,7 +65,14 @@ def describe_paged_call(
     pool = (num_pages, page_size, key_heads)
     query_kind = check_cache_scale("query_scale", query_scale, batch, key_heads, None)
     key_kind = check_cache_scale("key_scale", key_scale, batch, key_heads, pool)
+    if value_pages is None and value_scale is not None:
+        raise ValueError(
+            "`value_scale` must be None without `value_pages`, got a scale; the values are columns of the keys, so "
+            "`key_scale` is a factor on both"
+        )
     value_kind = check_cache_scale("value_scale", value_scale, batch, key_heads, pool)
+    if value_pages is None:
+        value_kind = key_kind
     split_size = _check_split_size(split_size)
     query_dtype = dtype_name(query.dtype)
     problem = PagedProblem(
@@ -72,16 +81,17 @@ def describe_paged_call(
         query_heads=query_heads,
         key_heads=key_heads,
         head_dim=head_dim,
-        value_dim=value_pages.shape[-1],
+        value_dim=value_dim,
         query_dtype=query_dtype,
         key_dtype=dtype_name(key_pages.dtype),
-        value_dtype=dtype_name(value_pages.dtype),
+        value_dtype=dtype_name((key_pages if value_pages is None else value_pages).dtype),
         output_dtype="bfloat16" if query_dtype in EIGHT_BIT_FLOATS else query_dtype,
         num_pages=num_pages,
         page_size=page_size,
         max_pages=max_pages,
         scale=validation.check_scale(scale, head_dim),
         has_page_table=has_table,
+        has_value_pages=value_pages is not None,
         has_query_lengths=query_lengths is not None or query_offsets is not None,
         is_causal=is_causal,
         window=window,
@@ -113,6 +123,7 @@ def splits_chosen_again(problem: PagedProblem) -> PagedProblem:
         group_size=problem.group_size,
         key_heads=problem.key_heads,
         max_keys=problem.max_keys,
+        is_wide=max(problem.head_dim, problem.value_dim) > WIDE_HEAD,
     )
     chosen = choose_splits(**{name: 1 if is_symbolic(size) else size for name, size in sizes.items()})
     return dataclasses.replace(problem, num_splits=chosen)
@@ -162,7 +173,7 @@ def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:
             f"`key_pages` must have shape [P, page_size, K, {head_dim}] to match `query` of shape "
             f"{tuple(query.shape)}, got {tuple(key_pages.shape)}; a contiguous cache is [B, S, K, H]"
         )
-    if value_pages.ndim != 4 or tuple(value_pages.shape[:3]) != tuple(key_pages.shape[:3]) or not value_pages.shape[3]:
+    if value_pages is not None and (value_pages.ndim != 4 or tuple(value_pages.shape[:3]) != tuple(key_pages.shape[:3]) or not value_pages.shape[3]):
         expected = ", ".join(map(str, key_pages.shape[:3]))
         raise ValueError(
             f"`value_pages` must have shape ({expected}, V) to match `key_pages` of shape {tuple(key_pages.shape)}, "
@@ -176,7 +187,7 @@ def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:
         )
     allowed = tuple(EIGHT_BIT_FLOATS) if dtype in EIGHT_BIT_FLOATS else (dtype, *EIGHT_BIT_FLOATS)
     for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
-        if dtype_name(pages.dtype) not in allowed:
+        if pages is not None and dtype_name(pages.dtype) not in allowed:
             raise ValueError(
                 f"`{name}` must have one of the dtypes {list(allowed)} beside a query of {query.dtype}, got "
                 f"{pages.dtype}; cast the query, which is the smaller array"
@@ -197,12 +208,30 @@ def check_query_dtype(query_dtype: Any, query: Any, key_pages: Any, value_pages:
     if dtype_name(query.dtype) not in (*FLOATS, name):
         raise ValueError(f"`query_dtype` is {name}, which a query of {query.dtype} cannot be rounded to; leave it out")
     for argument, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
-        if dtype_name(pages.dtype) not in EIGHT_BIT_FLOATS:
+        if pages is not None and dtype_name(pages.dtype) not in EIGHT_BIT_FLOATS:
             raise ValueError(
                 f"`query_dtype` needs `{argument}` of an eight-bit dtype, {list(EIGHT_BIT_FLOATS)}, got {pages.dtype}; "
                 "leave `query_dtype` out"
             )
     return name
+
+
+def _check_value_dim(value_dim: Any, value_pages: Any, head_dim: int) -> int:
+    """Return V, from the pages of values or from `value_dim`."""
+    if value_pages is not None:
+        if value_dim is not None:
+            raise ValueError(
+                f"`value_dim` and `value_pages` exclude each other, got {value_dim!r} and values of shape "
+                f"{tuple(value_pages.shape)}; pass value_pages=None if the values are the first columns of the keys"
+            )
+        return value_pages.shape[-1]
+    size = None if isinstance(value_dim, bool) or is_traced(value_dim) else validation.as_index(value_dim)
+    if size is None or not 1 <= size <= head_dim:
+        raise ValueError(
+            f"`value_dim` must be an integer of 1..{head_dim}, known when tracing, without `value_pages`, got "
+            f"{value_dim!r}; it is the number of the keys' first columns that are the values"
+        )
+    return size
 
 
 def check_sequences(

@@ -10,6 +10,7 @@ type Window = int | tuple[int | None, int | None]
 class PagedOptions[A](TypedDict, total=False):
     """Options of `paged_attention`; see there."""
 
+    value_dim: int | None
     query_lengths: A | None
     query_offsets: A | None
     max_query_length: int | None

@@ -16,6 +16,9 @@ type CacheScale = Literal["none", "head", "token"]
 NO_BOUND = 2**31 - 1
 """`query_tokens` of packed queries whose sequences may have any length."""
 
+WIDE_HEAD = 256
+"""Columns of keys or values beyond which one program occupies a multiprocessor."""
+
 # Rows of a tile of queries, over all heads that share a key head: of prompts computed apart, and otherwise.
 _PROMPT_ROWS, _TILE_ROWS = 128, 64
 # Rows of the sequences that are computed apart from prompts.
@@ -49,6 +52,8 @@ class PagedProblem:
             for an 8-bit query.
         num_pages, page_size, max_pages: pages of the pool, tokens of a page, maximum pages of a sequence.
         has_page_table: whether there is a table; without one, sequence b is page b.
+        has_value_pages: whether values have pages. Otherwise they are the first V columns of the keys, with the keys'
+            dtype and scales: `value_scale` is "head" or "token" where keys have such a scale.
         has_query_lengths: whether int32 [batch] says how many of the `query_tokens` queries a sequence has; rows beyond
             give 0.
         is_causal: whether the keys after a query's position are masked.
@@ -81,6 +86,7 @@ class PagedProblem:
     max_pages: int
     scale: float
     has_page_table: bool = True
+    has_value_pages: bool = True
     has_query_lengths: bool = False
     is_causal: bool = True
     window: tuple[int | None, int | None] = (None, None)

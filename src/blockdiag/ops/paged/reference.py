@@ -32,7 +32,7 @@ def forward(
     problem: PagedProblem,
     query: Array,
     key_pages: Array,
-    value_pages: Array,
+    value_pages: Array | None,
     page_table: Array | None,
     kv_lengths: Array,
     query_lengths: Array | None,
@@ -54,7 +54,8 @@ def forward(
         # With no keys at all, every sequence gets one page with one masked key.
         ones = (1, 1, problem.key_heads)
         key_pages = jnp.zeros((*ones, problem.head_dim), key_pages.dtype)
-        value_pages = jnp.zeros((*ones, problem.value_dim), value_pages.dtype)
+        if value_pages is not None:
+            value_pages = jnp.zeros((*ones, problem.value_dim), value_pages.dtype)
         key_scales = None if key_scales is None else jnp.ones(ones, key_scales.dtype)
         is_by_token = problem.value_scale == "token"
         value_scales = jnp.ones(ones, jnp.float32) if is_by_token else value_scales
@@ -76,7 +77,7 @@ def forward(
 def _attend(
     problem: PagedProblem,
     key_pages: Array,
-    value_pages: Array,
+    value_pages: Array | None,
     key_scales: Array | None,
     value_scales: Array | None,
     sinks: Array | None,
@@ -104,7 +105,8 @@ def _attend(
         is_key = jnp.arange(num_keys, dtype=jnp.int32) < kv_length
         return jnp.where(is_key.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
-    key, value = gather(key_pages), gather(value_pages)
+    key = gather(key_pages)
+    value = key[..., : problem.value_dim] if value_pages is None else gather(value_pages)
     factors = problem.scale * score_scale.astype(wide)[None, :]  # [1 or keys, K]
     if key_scales is not None:
         factors = factors * gather(key_scales)

@@ -11,6 +11,8 @@ def canonical_scales(
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Return the factor on scores [B, K], the key scales by token, and the value scales by head [B, K] or by token.
 
+    Without pages of values, the value scales are the key scales.
+
     Args:
         problem: the call, which determines which of these exist; the others are None.
         key_scale, value_scale: [], [B, K] or [P, page_size, K], float32.
@@ -21,6 +23,9 @@ def canonical_scales(
     if problem.has_score_scale:
         by_head = key_scale if problem.key_scale == "none" else None
         score_scale = _by_head(by_head, shape) * _by_head(query_scale, shape)
+    if not problem.has_value_pages:
+        # The values are columns of the keys, scaled as they are.
+        value_scale = key_scale
     return (
         score_scale,
         key_scale if problem.key_scale == "token" else None,

@@ -82,7 +82,7 @@ def rule(
         ((*rows, _QUERY_HEADS, ("values",)), (*rows, _QUERY_HEADS)),
         tuple(sizes.items()),
         frozenset(("key_heads", "group", *row)),
-        anchors=tuple(list(given).index(name) for name in _POOLS),
+        anchors=tuple(list(given).index(name) for name in _POOLS if name in given),
     )
 
 

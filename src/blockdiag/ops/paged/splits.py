@@ -20,7 +20,14 @@ _TILE_ROWS = 64
 
 
 def choose_splits(
-    *, batch: int, query_tokens: int, group_size: int, key_heads: int, max_keys: int, multiprocessors: int = 132
+    *,
+    batch: int,
+    query_tokens: int,
+    group_size: int,
+    key_heads: int,
+    max_keys: int,
+    is_wide: bool = False,
+    multiprocessors: int = 132,
 ) -> int:
     """Return the number of splits with the lowest modelled time, if all sequences have their maximum length.
 
@@ -30,19 +37,22 @@ def choose_splits(
     Args:
         batch, query_tokens, group_size, key_heads: shapes of the call.
         max_keys: maximum number of keys of a sequence.
+        is_wide: whether heads are so wide that one program occupies a multiprocessor.
         multiprocessors: number of multiprocessors of the GPU; an H200 has 132.
     """
     row_tiles = -(-query_tokens * group_size // _TILE_ROWS)
     programs = max(1, batch * key_heads * row_tiles)
+    resident = 1 if is_wide else _RESIDENT_PROGRAMS
+    saturating = 1 if is_wide else _SATURATING_PROGRAMS
     grains = max(1, -(-max_keys // MIN_SPLIT_KEYS))
 
     def cost(splits: int) -> int:
         keys = -(-grains // splits) * MIN_SPLIT_KEYS + _START_KEYS
-        waves, rest = divmod(programs * splits, _RESIDENT_PROGRAMS * multiprocessors)
+        waves, rest = divmod(programs * splits, resident * multiprocessors)
         if rest:
             # A multiprocessor with one more program than others finishes last, but reads somewhat faster once alone.
             uneven = -(-rest // multiprocessors) * multiprocessors * 4 // 5
-            rest = max(rest, _SATURATING_PROGRAMS * multiprocessors, uneven)
-        return keys * (waves * _RESIDENT_PROGRAMS * multiprocessors + rest)
+            rest = max(rest, saturating * multiprocessors, uneven)
+        return keys * (waves * resident * multiprocessors + rest)
 
     return min(range(1, min(MAX_SPLITS, grains) + 1), key=cost)

@@ -19,7 +19,7 @@ def forward(
     problem: PagedProblem,
     query: Array,
     key_pages: Array,
-    value_pages: Array,
+    value_pages: Array | None,
     page_table: Array | None,
     kv_lengths: Array,
     query_lengths: Array | None,

@@ -32,10 +32,13 @@ def supports(problem: PagedProblem) -> str | None:
 
 
 class _Cache(NamedTuple):
-    """Arrays that sequences share: pages of keys and values, and their scales where each token has one."""
+    """Arrays that sequences share: pages of keys and values, and their scales where each token has one.
+
+    Values without pages are the first columns of the keys.
+    """
 
     key: Array
-    value: Array
+    value: Array | None
     key_scales: Array | None
     value_scales: Array | None
 
@@ -64,7 +67,7 @@ def forward(
     problem: PagedProblem,
     query: Array,
     key_pages: Array,
-    value_pages: Array,
+    value_pages: Array | None,
     page_table: Array | None,
     kv_lengths: Array,
     query_lengths: Array | None,
@@ -156,7 +159,9 @@ def _merge_tile(
         rows = pool[page, offset].astype(wide)
         return jnp.where(is_key.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
-    scores = jnp.einsum("kgth,jkh->kgtj", query, gather(cache.key), precision="highest") * problem.scale
+    key = gather(cache.key)
+    value = key[..., : problem.value_dim] if cache.value is None else gather(cache.value)
+    scores = jnp.einsum("kgth,jkh->kgtj", query, key, precision="highest") * problem.scale
     if sequence.score_scale is not None:
         scores = scores * sequence.score_scale.astype(wide)[:, None, None, None]
     if cache.key_scales is not None:
@@ -171,7 +176,7 @@ def _merge_tile(
     total = sums.total * kept + jnp.sum(weights, axis=-1)
     if cache.value_scales is not None:
         weights = weights * gather(cache.value_scales).T[:, None, None, :]
-    added = jnp.einsum("kgtj,jkv->kgtv", weights, gather(cache.value), precision="highest")
+    added = jnp.einsum("kgtj,jkv->kgtv", weights, value, precision="highest")
     return _Sums(sums.output * kept[..., None] + added, total, largest)
 
 

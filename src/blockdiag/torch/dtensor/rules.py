@@ -242,7 +242,7 @@ def _paged_problem(arguments: Any) -> PagedProblem:
         query_heads=arguments.query.shape[-2],
         key_heads=pages.shape[2],
         head_dim=pages.shape[-1],
-        value_dim=arguments.value_pages.shape[-1],
+        value_dim=arguments.value_dim if arguments.value_pages is None else arguments.value_pages.shape[-1],
         query_dtype="",
         key_dtype="",
         value_dtype="",

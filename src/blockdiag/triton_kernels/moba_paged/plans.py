@@ -46,11 +46,15 @@ TILE_KEYS, MAX_TILE_KEYS, TILES_OF_A_BLOCK = 32, 256, 8
 WARP_BYTES, MAX_WARPS = 8192, 8
 
 
+# The largest H and V that the kernels take.
+MOST_COLUMNS = (256, 256)
+
+
 def supports(problem: MoBAPagedProblem) -> str | None:
     """Return None if the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
     if problem.paged.max_keys + problem.block_size >= 2**31:
         return "the call has more keys than the kernels can count; give `page_table` as many columns as sequences need"
-    return paged.supports(problem.paged)
+    return paged.supports(problem.paged, most=MOST_COLUMNS)
 
 
 def tile_keys(problem: MoBAPagedProblem) -> int:

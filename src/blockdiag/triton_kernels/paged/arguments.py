@@ -109,6 +109,7 @@ class PagedShape:
         query_tokens: queries of a sequence, including those beyond its length.
         group_size: query heads that share a key head.
         page_size: tokens of a page.
+        has_values: whether values have pages of their own; otherwise they are the first columns of the keys.
         entries: what programs compute: tiles, whole sequences of a table of tiles, or sequences without a table.
         is_long: whether there may be more entries than the last axis of a grid can have; they are then on the first.
         fewest, most: of sequences with less or more queries, the launch computes nothing; None for no bound.
@@ -121,6 +122,7 @@ class PagedShape:
     head_dim: int
     value_dim: int
     page_size: int
+    has_values: bool
     has_page_table: bool
     has_query_lengths: bool
     entries: Entries
@@ -137,11 +139,13 @@ class SplitTile:
         rows: rows of a tile: queries of all heads that share a key head.
         row_tiles: tiles of the rows of a key head.
         keys: keys of a tile.
-        columns: `head_dim` padded to a power of two.
-        value_columns: `value_dim` padded to a power of two.
+        columns: `head_dim`, or its first part, padded to a power of two.
+        more_columns: the rest of `head_dim` padded to a power of two, or 0.
+        value_columns: `value_dim` padded to a power of two. It is `columns` if values have no pages of their own.
         is_keys_first: whether keys are the left operand of products and rows the right one.
         num_warps: warps that divide a tile's keys.
         is_aligned: whether splits begin at multiples of `keys`.
+        masks_edges: whether only tiles with keys that some row does not see are masked, in a branch.
         loop_stages: stages of the software pipeline over keys.
         precision: `input_precision` of products.
     """
@@ -150,10 +154,12 @@ class SplitTile:
     row_tiles: int
     keys: int
     columns: int
+    more_columns: int
     value_columns: int
     is_keys_first: bool
     num_warps: int
     is_aligned: bool
+    masks_edges: bool
     loop_stages: int
     precision: Literal["ieee", "tf32"]
 

@@ -6,6 +6,9 @@ The queries of all heads that share a key head are rows of one tile, so the cach
 right operand of products, after the keys or the transposed values. Tensor cores accept 8 rows there, and each warp has
 its own keys, which are widened once.
 
+Head dimensions beyond 256 are multiplied in two parts, each a power of two. A latent cache has no values of its own:
+they are the first columns of its keys, and one tile in shared memory is an operand of both products.
+
 Each split writes a normalised float32 output and its base-2 log-sum-exp. A second kernel merges the splits in a fixed
 order.
 """
@@ -113,6 +116,22 @@ def cache_rows(arrays, scalars, o_key, m_key, batch, SHAPE: tl.constexpr, SPAN: 
 
 
 @triton.jit
+def tile_row(arrays, scalars, at, batch, SHAPE: tl.constexpr):
+    """Return the pool row, int64, of the first key of a tile that lies in one page.
+
+    The rows of its keys are this scalar plus constants, so that addresses take few registers.
+    """
+    PAGE_SIZE: tl.constexpr = SHAPE.page_size
+    if SHAPE.has_page_table:
+        slot = tl.minimum(at // PAGE_SIZE, scalars.max_pages - 1)
+        page = tl.load(arrays.page_table + batch.to(tl.int64) * scalars.max_pages + slot)
+        page = tl.minimum(tl.maximum(page, 0), scalars.num_pages - 1)
+        return page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE
+    else:
+        return batch.to(tl.int64) * PAGE_SIZE + at
+
+
+@triton.jit
 def rows_of_heads(o_row, first, key_head, SHAPE: tl.constexpr):
     """Return the rows of [queries, query_heads] for a tile's rows, from the row of its first query.
 
@@ -166,12 +185,49 @@ def along(b_line, AXIS: tl.constexpr):
 
 
 @triton.jit
+def seen_keys(o_key, m_key, b_position, SHAPE: tl.constexpr, OPTIONS: tl.constexpr, KEY_AXIS: tl.constexpr):
+    """Return which rows see which keys of a tile."""
+    ROW_AXIS: tl.constexpr = 1 - KEY_AXIS
+    m_seen = along(m_key, KEY_AXIS)
+    if OPTIONS.is_causal and SHAPE.query_tokens > 1:
+        m_seen = m_seen & (along(o_key, KEY_AXIS) <= along(b_position, ROW_AXIS))
+    elif OPTIONS.right is not None:
+        m_seen = m_seen & (along(o_key, KEY_AXIS) <= along(b_position + OPTIONS.right, ROW_AXIS))
+    if OPTIONS.left is not None:
+        m_seen = m_seen & (along(o_key, KEY_AXIS) >= along(b_position - OPTIONS.left, ROW_AXIS))
+    return m_seen
+
+
+@triton.jit
 def multiply(b_cache, b_rows, b_sum, TILE: tl.constexpr):
     """Return `b_sum` plus the product of keys or values and rows, in the tile's order."""
     if TILE.is_keys_first:
         return tl.dot(b_cache, b_rows, b_sum, input_precision=TILE.precision)
     else:
         return tl.dot(b_rows, b_cache, b_sum, input_precision=TILE.precision)
+
+
+@triton.jit
+def add_scores(b_cache, b_rows, b_scores, b_factor, TILE: tl.constexpr):
+    """Return `b_scores` plus the product of some columns of keys and queries; `b_scores` is None for the first columns.
+
+    Scores of tiles with `masks_edges` are multiplied by their factor here. A product that another one continues would
+    be computed by each warp group, and the compiler turns a sum into a continued product, but not a sum of multiples.
+    """
+    if TILE.masks_edges:
+        b_product = multiply(b_cache, b_rows, None, TILE) * along(b_factor, 1 if TILE.is_keys_first else 0)
+        if b_scores is None:
+            return b_product
+        else:
+            return b_scores + b_product
+    else:
+        return multiply(b_cache, b_rows, b_scores, TILE)
+
+
+@triton.jit
+def scaled_query(b_query, b_power, ROW_AXIS: tl.constexpr):
+    """Divide each row of queries by its power of two and convert it to float16."""
+    return (b_query.to(tl.float32) / along(b_power, ROW_AXIS)).to(tl.float16)
 
 
 @triton.jit
@@ -255,6 +311,10 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
     o_value = tl.arange(0, TILE.value_columns // VALUE_STEP)
     m_value = o_value < SHAPE.value_dim // VALUE_STEP
     b_query = load_query(arrays.query, b_place, o_column * KEY_STEP, m_row, SHAPE, ROW_AXIS)
+    if TILE.more_columns > 0:
+        o_more = (TILE.columns // KEY_STEP) + tl.arange(0, TILE.more_columns // KEY_STEP)
+        m_more = o_more < SHAPE.head_dim // KEY_STEP
+        b_query_more = load_query(arrays.query, b_place, o_more * KEY_STEP, m_row, SHAPE, ROW_AXIS)
     b_factor = tl.zeros([ROWS], tl.float32) + scalars.scale
     if OPTIONS.has_score_scale:
         b_factor *= tl.load(arrays.score_scale + sequence * SHAPE.key_heads + key_head)
@@ -264,15 +324,23 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
         b_wide = b_query.to(tl.float32)
         b_wide_odd = load_query(arrays.query, b_place, o_column * 2 + 1, m_row, SHAPE, ROW_AXIS).to(tl.float32)
         b_largest = tl.maximum(tl.max(tl.abs(b_wide), KEY_AXIS), tl.max(tl.abs(b_wide_odd), KEY_AXIS))
+        if TILE.more_columns > 0:
+            b_query_more_odd = load_query(arrays.query, b_place, o_more * 2 + 1, m_row, SHAPE, ROW_AXIS)
+            b_largest = tl.maximum(b_largest, tl.max(tl.abs(b_query_more.to(tl.float32)), KEY_AXIS))
+            b_largest = tl.maximum(b_largest, tl.max(tl.abs(b_query_more_odd.to(tl.float32)), KEY_AXIS))
         b_power = tl.exp2(tl.floor(tl.log2(tl.where((b_largest > 0) & (b_largest < float("inf")), b_largest, 1.0))))
         b_query = (b_wide / along(b_power, ROW_AXIS)).to(tl.float16)
         b_query_odd = (b_wide_odd / along(b_power, ROW_AXIS)).to(tl.float16)
+        if TILE.more_columns > 0:
+            b_query_more = scaled_query(b_query_more, b_power, ROW_AXIS)
+            b_query_more_odd = scaled_query(b_query_more_odd, b_power, ROW_AXIS)
         b_factor *= b_power
         p_key_pairs = arrays.key.to(tl.pointer_type(tl.uint16))
     LINES: tl.constexpr = TILE.value_columns // VALUE_STEP
     OUTPUT: tl.constexpr = [LINES, ROWS] if TILE.is_keys_first else [ROWS, LINES]
     if VALUE_KIND is not None:
-        p_value_pairs = arrays.value.to(tl.pointer_type(tl.uint16))
+        if SHAPE.has_values:
+            p_value_pairs = arrays.value.to(tl.pointer_type(tl.uint16))
         b_output_odd = tl.zeros(OUTPUT, tl.float32)
     if not OPTIONS.has_soft_cap:
         b_factor *= LOG2_E
@@ -287,7 +355,10 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
     for at in tl.range(first, end, KEYS, num_stages=TILE.loop_stages):
         o_key = at + tl.arange(0, KEYS)
         m_key = o_key < end
-        b_cache = cache_rows(arrays, scalars, o_key, m_key, sequence, SHAPE, SPAN)
+        if TILE.masks_edges and SHAPE.page_size % SPAN == 0:
+            b_cache = tile_row(arrays, scalars, at, sequence, SHAPE) + tl.arange(0, KEYS)
+        else:
+            b_cache = cache_rows(arrays, scalars, o_key, m_key, sequence, SHAPE, SPAN)
         b_cache = b_cache * SHAPE.key_heads + key_head
         m_key_tile = along(m_key, KEY_AXIS) & along(m_column, ROW_AXIS)
         m_value_tile = along(m_key, ROW_AXIS) & along(m_value, KEY_AXIS)
@@ -295,27 +366,48 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
         o_value_tile = along(b_cache, ROW_AXIS) * (SHAPE.value_dim // VALUE_STEP) + along(o_value, KEY_AXIS)
         if KEY_KIND is None:
             b_key = tl.load(arrays.key + o_key_tile, mask=m_key_tile, other=0.0)
-            b_scores = multiply(b_key, b_query, None, TILE)
+            b_scores = add_scores(b_key, b_query, None, b_factor, TILE)
         else:
-            b_even, b_odd = widen_pairs(tl.load(p_key_pairs + o_key_tile, mask=m_key_tile, other=0), KEY_KIND,
-                                        OPTIONS.has_machine_code)
-            b_scores = multiply(b_even, b_query, None, TILE)
-            b_scores = multiply(b_odd, b_query_odd, b_scores, TILE)
-        b_scores *= along(b_factor, ROW_AXIS)
+            b_key = tl.load(p_key_pairs + o_key_tile, mask=m_key_tile, other=0)
+            b_even, b_odd = widen_pairs(b_key, KEY_KIND, OPTIONS.has_machine_code)
+            b_scores = add_scores(b_even, b_query, None, b_factor, TILE)
+            b_scores = add_scores(b_odd, b_query_odd, b_scores, b_factor, TILE)
+        if TILE.more_columns > 0:
+            m_more_tile = along(m_key, KEY_AXIS) & along(m_more, ROW_AXIS)
+            o_more_tile = along(b_cache, KEY_AXIS) * (SHAPE.head_dim // KEY_STEP) + along(o_more, ROW_AXIS)
+            if KEY_KIND is None:
+                b_more = tl.load(arrays.key + o_more_tile, mask=m_more_tile, other=0.0)
+                b_scores = add_scores(b_more, b_query_more, b_scores, b_factor, TILE)
+            else:
+                b_more = tl.load(p_key_pairs + o_more_tile, mask=m_more_tile, other=0)
+                b_more_even, b_more_odd = widen_pairs(b_more, KEY_KIND, OPTIONS.has_machine_code)
+                b_scores = add_scores(b_more_even, b_query_more, b_scores, b_factor, TILE)
+                b_scores = add_scores(b_more_odd, b_query_more_odd, b_scores, b_factor, TILE)
+        if not TILE.masks_edges:
+            b_scores *= along(b_factor, ROW_AXIS)
         if OPTIONS.has_key_scale:
-            b_scores *= along(tl.load(arrays.key_scale + b_cache, mask=m_key, other=0.0), KEY_AXIS)
+            b_key_scale = tl.load(arrays.key_scale + b_cache, mask=m_key, other=0.0)
+            b_scores *= along(b_key_scale, KEY_AXIS)
         if OPTIONS.has_soft_cap:
             # tanh(x) = 1 - 2 / (1 + e^2x), which is accurate enough at both ends.
             b_exp = tl.exp2(b_scores * (2.0 * LOG2_E / scalars.soft_cap))
             b_scores = (1.0 - 2.0 / (1.0 + b_exp)) * (scalars.soft_cap * LOG2_E)
-        m_seen = along(m_key, KEY_AXIS)
-        if OPTIONS.is_causal and SHAPE.query_tokens > 1:
-            m_seen = m_seen & (along(o_key, KEY_AXIS) <= along(b_position, ROW_AXIS))
-        elif RIGHT is not None:
-            m_seen = m_seen & (along(o_key, KEY_AXIS) <= along(b_position + RIGHT, ROW_AXIS))
-        if LEFT is not None:
-            m_seen = m_seen & (along(o_key, KEY_AXIS) >= along(b_position - LEFT, ROW_AXIS))
-        b_scores = tl.where(m_seen, b_scores, float("-inf"))
+        if TILE.masks_edges:
+            # The compiler gives both products of a chain one arrangement of warps, in which each warp group would
+            # compute all scores. A branch between them ends the chain, and the warp groups divide the keys.
+            is_edge = at + KEYS > end
+            if OPTIONS.is_causal and SHAPE.query_tokens > 1:
+                is_edge = is_edge | (at + KEYS - 1 > first_position)
+            elif RIGHT is not None:
+                is_edge = is_edge | (at + KEYS - 1 > first_position + RIGHT)
+            if LEFT is not None:
+                is_edge = is_edge | (at < last_position - LEFT)
+            if is_edge:
+                m_seen = seen_keys(o_key, m_key, b_position, SHAPE, OPTIONS, KEY_AXIS)
+                b_scores = tl.where(m_seen, b_scores, float("-inf"))
+        else:
+            m_seen = seen_keys(o_key, m_key, b_position, SHAPE, OPTIONS, KEY_AXIS)
+            b_scores = tl.where(m_seen, b_scores, float("-inf"))
         b_new_max = tl.maximum(b_max, tl.max(b_scores, KEY_AXIS))
         # For rows that have seen no key yet, -inf - -inf would be NaN.
         b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
@@ -327,13 +419,25 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
             b_sums = b_sums * b_shrink + tl.sum(b_weights, 1)
         b_output *= along(b_shrink, ROW_AXIS)
         if OPTIONS.value_scale == "token":
-            b_weights *= along(tl.load(arrays.value_scale + b_cache, mask=m_key, other=0.0), KEY_AXIS)
+            if SHAPE.has_values:
+                b_weights *= along(tl.load(arrays.value_scale + b_cache, mask=m_key, other=0.0), KEY_AXIS)
+            else:
+                b_weights *= along(b_key_scale, KEY_AXIS)
+        if SHAPE.has_values:
+            if VALUE_KIND is None:
+                b_value = tl.load(arrays.value + o_value_tile, mask=m_value_tile, other=0.0)
+            else:
+                b_value = tl.load(p_value_pairs + o_value_tile, mask=m_value_tile, other=0)
+        else:
+            b_value = tl.trans(b_key)
         if VALUE_KIND is None:
-            b_value = tl.load(arrays.value + o_value_tile, mask=m_value_tile, other=0.0)
             b_output = multiply(b_value, b_weights.to(b_value.dtype), b_output, TILE)
         else:
-            b_even, b_odd = widen_pairs(tl.load(p_value_pairs + o_value_tile, mask=m_value_tile, other=0), VALUE_KIND,
-                                        OPTIONS.has_machine_code)
+            if SHAPE.has_values or TILE.is_keys_first:
+                b_even, b_odd = widen_pairs(b_value, VALUE_KIND, OPTIONS.has_machine_code)
+            else:
+                # The right operand of products is in shared memory, so both products take one tile of wide numbers.
+                b_even, b_odd = tl.trans(b_even), tl.trans(b_odd)
             b_weights = b_weights.to(tl.float16)
             b_output_odd *= along(b_shrink, ROW_AXIS)
             b_output = multiply(b_even, b_weights, b_output, TILE)

@@ -29,8 +29,18 @@ from blockdiag.triton_kernels.paged.arguments import (
     SplitScalars,
     SplitTile,
 )
-from blockdiag.triton_kernels.paged.configs import ADJUSTMENTS, SPLIT_GRAIN, prompt_slots, split_config
+from blockdiag.triton_kernels.paged.configs import (
+    ADJUSTMENTS,
+    SPLIT_GRAIN,
+    key_columns,
+    prompt_slots,
+    split_config,
+    value_columns,
+)
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
+
+# The largest H and V that the kernels take.
+MOST_COLUMNS = (576, 512)
 
 # Programs along the second and the last axis of a grid.
 _MOST_ON_AXIS = 65535
@@ -38,10 +48,15 @@ _MOST_ON_AXIS = 65535
 Kind = Literal["prompts", "splits", "merge"]
 
 
-def supports(problem: PagedProblem) -> str | None:
-    """Return None if the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+def supports(problem: PagedProblem, *, most: tuple[int, int] = MOST_COLUMNS) -> str | None:
+    """Return None if the kernels can compute `problem`; otherwise a sentence with the reason and the remedy.
+
+    Args:
+        problem: the call.
+        most: the largest H and V that its kernels take.
+    """
     reason = takes_cache(
-        problem.query_dtype, problem.key_dtype, problem.value_dtype, problem.head_dim, problem.value_dim
+        problem.query_dtype, problem.key_dtype, problem.value_dtype, problem.head_dim, problem.value_dim, most=most
     )
     if reason is not None:
         return reason
@@ -54,7 +69,15 @@ def supports(problem: PagedProblem) -> str | None:
     return None
 
 
-def takes_cache(query_dtype: str, key_dtype: str, value_dtype: str, head_dim: int, value_dim: int) -> str | None:
+def takes_cache(
+    query_dtype: str,
+    key_dtype: str,
+    value_dtype: str,
+    head_dim: int,
+    value_dim: int,
+    *,
+    most: tuple[int, int] = MOST_COLUMNS,
+) -> str | None:
     """Return None if the kernels support these dtypes and head sizes; otherwise the reason and the remedy."""
     given = {"query": query_dtype, "key_pages": key_dtype, "value_pages": value_dtype}
     for name, dtype in given.items():
@@ -69,18 +92,13 @@ def takes_cache(query_dtype: str, key_dtype: str, value_dtype: str, head_dim: in
             f"the Triton kernels take queries and caches of one dtype, or eight-bit caches beside 16-bit queries; got "
             f"{given}; use implementation='xla'"
         )
-    for name, size in {"H": head_dim, "the value's head size": value_dim}.items():
-        if size % 8 or not 8 <= size <= 256:
-            return f"the Triton kernels take multiples of 8 up to 256 for {name}, got {size}; use implementation='xla'"
+    sizes = {"H": head_dim, "the value's head size": value_dim}
+    for (name, size), limit in zip(sizes.items(), most, strict=True):
+        if size % 8 or not 8 <= size <= limit:
+            return (
+                f"the Triton kernels take multiples of 8 up to {limit} for {name}, got {size}; use implementation='xla'"
+            )
     return None
-
-
-def _columns(size: int, dtype: str) -> int:
-    """Return the columns of a tile, at least 16 for the tensor cores.
-
-    Eight-bit tiles need at least 32, because their even and odd columns are multiplied separately.
-    """
-    return max(32 if dtype in EIGHT_BIT_FLOATS else 16, next_power_of_2(size))
 
 
 def _kind_of(dtype: str) -> Any:
@@ -102,6 +120,7 @@ def _hopper_kernel(problem: PagedProblem, target: Target) -> Literal[8, 16] | No
     dtypes = {problem.query_dtype, problem.key_dtype, problem.value_dtype}
     if not (
         target.arch == 90
+        and problem.has_value_pages
         and problem.head_dim == problem.value_dim
         and problem.group_size <= 128
         # Exponents are scores times a positive factor.
@@ -155,18 +174,21 @@ class PagedLaunch:
         """The arrays that the launch reads, in order."""
         problem = self.problem
         optional = {
+            "value": problem.has_value_pages,
             "page_table": problem.has_page_table,
             "query_lengths": problem.has_query_lengths,
             "tiles": problem.num_tiles is not None,
             "sinks": problem.has_sinks,
             "score_scale": problem.has_score_scale,
             "key_scale": problem.key_scale != "none",
-            "value_scale": problem.value_scale != "none",
+            # Without pages of values, the kernel multiplies weights by the scales of the keys.
+            "value_scale": problem.value_scale != "none"
+            and not (problem.value_scale == "token" and not problem.has_value_pages),
         }
         if self.kind == "merge":
             names = ("part", "part_sum", "query_lengths", "tiles", "sinks")
         else:
-            names = ("query", "key", "value", "page_table", "kv_lengths", *list(optional)[1:])
+            names = ("query", "key", "value", "page_table", "kv_lengths", *list(optional)[2:])
         names = tuple(name for name in names if optional.get(name, True))
         if self.kind == "prompts":
             return (*names, "zeros")
@@ -372,6 +394,7 @@ class PagedLaunch:
             head_dim=problem.head_dim,
             value_dim=problem.value_dim,
             page_size=problem.page_size,
+            has_values=problem.has_value_pages,
             has_page_table=problem.has_page_table,
             has_query_lengths=problem.has_query_lengths,
             entries=self._entries,
@@ -379,15 +402,18 @@ class PagedLaunch:
             fewest=few + 1 if few and self.kind == "prompts" else None,
             most=few if few and self.kind == "splits" else None,
         )
+        columns, more_columns = key_columns(problem)
         tile = SplitTile(
             rows=config.rows,
             row_tiles=row_tiles,
             keys=config.keys,
-            columns=_columns(problem.head_dim, problem.key_dtype),
-            value_columns=_columns(problem.value_dim, problem.value_dtype),
+            columns=columns,
+            more_columns=more_columns,
+            value_columns=value_columns(problem),
             is_keys_first=config.keys_first,
             num_warps=min(config.num_warps, config.keys // 16),
             is_aligned=SPLIT_GRAIN % config.keys == 0 and (problem.split_size or 0) % config.keys == 0,
+            masks_edges=config.masks_edges,
             loop_stages=config.loop_stages,
             precision="ieee" if problem.query_dtype == "float32" else "tf32",
         )

@@ -23,6 +23,7 @@ from blockdiag.torch.arguments import (
 from blockdiag.torch.operator import Unsupported
 from blockdiag.torch.ops.moba_paged.operators import TENSORS, MoBAPagedArguments, describe
 from blockdiag.torch.ops.paged.api import Scale, takes
+from blockdiag.triton_kernels.moba_paged.plans import MOST_COLUMNS
 from blockdiag.torch.ops.paged.operators import as_tensor_scale
 
 _SCALES = ("key_scale", "value_scale", "query_scale")
@@ -151,7 +152,7 @@ def moba_paged_attention(
     if type(query) is not torch.Tensor:
         dtensor_registration.prepare(query)
     if is_native and query.is_cuda:
-        is_native = takes(query, key_pages, value_pages)
+        is_native = takes(query, key_pages, value_pages, most=MOST_COLUMNS)
     scales = {name: as_tensor_scale(getattr(arguments, name), query) for name in _SCALES}
     operators = torch.ops.blockdiag
     operator = operators.moba_paged_attention if is_native else operators.moba_paged_attention_through_jax

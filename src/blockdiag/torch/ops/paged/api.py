@@ -23,7 +23,7 @@ from blockdiag.torch.arguments import (
 )
 from blockdiag.torch.operator import Unsupported
 from blockdiag.torch.ops.paged.operators import PagedArguments, as_tensor_scale, describe
-from blockdiag.triton_kernels.paged.plans import takes_cache
+from blockdiag.triton_kernels.paged.plans import MOST_COLUMNS, takes_cache
 
 type Scale = torch.Tensor | float
 
@@ -35,7 +35,7 @@ _PLAIN_OPTIONS = {int, float, bool, str, type(None)}
 def paged_attention(
     query: torch.Tensor,
     key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
+    value_pages: torch.Tensor | None,
     page_table: torch.Tensor | None,
     kv_lengths: torch.Tensor,
     *,
@@ -49,7 +49,7 @@ def paged_attention(
 def paged_attention(
     query: torch.Tensor,
     key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
+    value_pages: torch.Tensor | None,
     page_table: torch.Tensor | None,
     kv_lengths: torch.Tensor,
     *,
@@ -62,10 +62,11 @@ def paged_attention(
 def paged_attention(
     query: torch.Tensor,
     key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
+    value_pages: torch.Tensor | None,
     page_table: torch.Tensor | None,
     kv_lengths: torch.Tensor,
     *,
+    value_dim: int | None = None,
     query_lengths: torch.Tensor | None = None,
     query_offsets: torch.Tensor | None = None,
     max_query_length: int | None = None,
@@ -103,7 +104,10 @@ def paged_attention(
             bfloat16, float32, float64, float8_e4m3fn or float8_e5m2, on a CPU or a CUDA device. A query that is not
             contiguous or not aligned to 16 bytes is copied.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], contiguous (a cache is never
-            copied), in the dtype of `query` or in an 8-bit dtype; see the JAX function.
+            copied), in the dtype of `query` or in an 8-bit dtype; see the JAX function. With ``value_pages=None`` the
+            values are the first `value_dim` columns of the keys, as in MLA's latent caches, and `key_scale` is a factor
+            on both.
+        value_dim: V without `value_pages`, 1 to H; otherwise None.
         page_table: int32 [B, max_pages], page numbers. On the CPU entries that hold keys are checked. On a GPU a check
             would wait for the device, so entries are clipped to [0, P). None for a contiguous cache, [B, S, K, H].
         kv_lengths: int32 [B], number of keys of each sequence, including the new tokens. Checked on the CPU, clipped
@@ -148,7 +152,7 @@ def paged_attention(
     References:
         Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
         Splits: Flash-Decoding of Dao et al. (2023). Soft cap: Gemma 2 (2024). Sinks: gpt-oss (2025). Page layout: NHD
-        of FlashInfer, Ye et al. (2025).
+        of FlashInfer, Ye et al. (2025). Latent caches: multi-head latent attention of DeepSeek-V2 (2024).
 
     Example:
         >>> import torch
@@ -176,7 +180,7 @@ def paged_attention(
     left, right = sizes if isinstance(sizes, (tuple, list)) else (sizes, sizes)
     arguments = PagedArguments(
         query, key_pages, value_pages, page_table, kv_lengths, query_lengths, query_offsets, sinks,
-        key_scale, value_scale, query_scale, max_query_length, scale, is_causal, left, right, logits_soft_cap,
+        key_scale, value_scale, query_scale, value_dim, max_query_length, scale, is_causal, left, right, logits_soft_cap,
         num_splits, split_size, ",".join(names),
     )  # fmt: skip
     if may_have_tangents():
@@ -191,7 +195,7 @@ def paged_attention(
     if type(query) is not torch.Tensor:
         dtensor_registration.prepare(query)
     if is_native and query.is_cuda:
-        is_native = takes(query, key_pages, value_pages)
+        is_native = takes(query, key_pages, value_pages, value_dim)
     scales = {name: as_tensor_scale(getattr(arguments, name), query) for name in _SCALES}
     operators = torch.ops.blockdiag
     operator = operators.paged_attention if is_native else operators.paged_attention_through_jax
@@ -208,10 +212,19 @@ def _returned(results: Any, dtype: torch.dtype | None, return_residual: bool) ->
 _SCALES = ("key_scale", "value_scale", "query_scale")
 
 
-def takes(query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor) -> bool:
-    """Return whether the kernels support these dtypes and head dimensions."""
-    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key_pages, value_pages)]
-    return takes_cache(dtypes[0], dtypes[1], dtypes[2], query.shape[-1], value_pages.shape[-1]) is None
+def takes(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor | None,
+    value_dim: int | None = None,
+    *,
+    most: tuple[int, int] = MOST_COLUMNS,
+) -> bool:
+    """Return whether kernels that take up to `most` columns support these dtypes and head dimensions."""
+    values = key_pages if value_pages is None else value_pages
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key_pages, values)]
+    size = values.shape[-1] if value_dim is None else value_dim
+    return takes_cache(dtypes[0], dtypes[1], dtypes[2], query.shape[-1], size, most=most) is None
 
 
 def _attend_natively(arguments: PagedArguments) -> tuple[torch.Tensor, ...] | None:
@@ -240,6 +253,7 @@ def _checked(arguments: PagedArguments) -> PagedArguments:
     """
     problem = describe(arguments)
     return arguments._replace(
+        value_dim=validation.as_index(arguments.value_dim),
         max_query_length=validation.as_index(arguments.max_query_length),
         is_causal=bool(arguments.is_causal),
         window_left=validation.as_index(arguments.window_left),

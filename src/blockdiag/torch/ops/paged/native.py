@@ -98,20 +98,23 @@ def cache_arrays(problem: PagedProblem, arguments: Any) -> dict[str, Any]:
     page_table = arguments.page_table
     arrays = {
         "key": arguments.key_pages,
-        "value": arguments.value_pages,
         "page_table": None if page_table is None else dense(page_table),
         "kv_lengths": dense(arguments.kv_lengths),
     }
     by_head = (problem.batch, problem.key_heads)
+    # Without pages of values, the values are columns of the keys, scaled as they are.
+    value_scale = arguments.value_scale if problem.has_value_pages else arguments.key_scale
+    if problem.has_value_pages:
+        arrays["value"] = arguments.value_pages
     if problem.has_score_scale:
         key_scale = arguments.key_scale if problem.key_scale == "none" else None
         arrays["score_scale"] = product_by_head(key_scale, arguments.query_scale, by_head, arguments.query.device)
     if problem.key_scale == "token":
         arrays["key_scale"] = arguments.key_scale
     if problem.value_scale == "token":
-        arrays["value_scale"] = arguments.value_scale
+        arrays["value_scale"] = value_scale
     elif problem.value_scale == "head":
-        arrays["value_scale"] = scale_by_head(arguments.value_scale, by_head, arguments.query.device)
+        arrays["value_scale"] = scale_by_head(value_scale, by_head, arguments.query.device)
     return arrays
 
 

@@ -25,7 +25,7 @@ class PagedArguments(NamedTuple):
 
     query: torch.Tensor
     key_pages: torch.Tensor
-    value_pages: torch.Tensor
+    value_pages: torch.Tensor | None
     page_table: torch.Tensor | None
     kv_lengths: torch.Tensor
     query_lengths: torch.Tensor | None
@@ -34,6 +34,7 @@ class PagedArguments(NamedTuple):
     key_scale: torch.Tensor | float | None
     value_scale: torch.Tensor | float | None
     query_scale: torch.Tensor | float | None
+    value_dim: Size | None
     max_query_length: Size | None
     scale: float | None
     is_causal: bool
@@ -80,11 +81,12 @@ def describe(arguments: PagedArguments) -> PagedProblem:
     """
     names = PagedArguments._fields[:_TENSORS]
     tensors = dict(zip(names, arguments.tensors, strict=True))
-    check_plain_tensors(**{name: tensors[name] for name in names[:3]})
+    check_plain_tensors(**{name: tensors[name] for name in names[:3] if name != "value_pages" or tensors[name] is not None})
     check_devices(**tensors)
     window = arguments.window_left, arguments.window_right
     problem = describe_paged_call(
         **tensors,
+        value_dim=arguments.value_dim,
         max_query_length=arguments.max_query_length,
         scale=arguments.scale,
         is_causal=arguments.is_causal,
@@ -100,7 +102,9 @@ def describe(arguments: PagedArguments) -> PagedProblem:
 
 def page_tensors(arguments: Any) -> dict[str, torch.Tensor]:
     """Return the arguments of the size of the cache, which are never copied."""
-    pages = {"key_pages": arguments.key_pages, "value_pages": arguments.value_pages}
+    pages = {"key_pages": arguments.key_pages}
+    if arguments.value_pages is not None:
+        pages["value_pages"] = arguments.value_pages
     for name, scale in (("key_scale", arguments.key_scale), ("value_scale", arguments.value_scale)):
         if isinstance(scale, torch.Tensor) and scale.ndim == 3:
             pages[name] = scale
@@ -136,9 +140,10 @@ def as_tensor_scale(scale: Any, like: torch.Tensor) -> Any:
 def fake_results(arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an uninitialised output and log-sum-exp of the right shapes and dtypes."""
     query, value_pages = arguments.query, arguments.value_pages
+    value_dim = arguments.value_dim if value_pages is None else value_pages.shape[-1]
     dtype = torch.bfloat16 if query.dtype in _EIGHT_BITS else query.dtype
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    output = query.new_empty((*query.shape[:-1], value_pages.shape[-1]), dtype=dtype)
+    output = query.new_empty((*query.shape[:-1], value_dim), dtype=dtype)
     return output, query.new_empty(query.shape[:-1], dtype=wide)
 
 
