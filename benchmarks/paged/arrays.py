@@ -14,18 +14,23 @@ _CHUNK = 2**26
 
 @dataclass(frozen=True)
 class Pool:
-    """Standard normal keys and values [tokens, K, H] of one dtype; pages of any size are views of them."""
+    """Standard normal keys and values [tokens, K, H] of one dtype; pages of any size are views of them.
+
+    Latent caches have no values of their own.
+    """
 
     key: torch.Tensor
-    value: torch.Tensor
+    value: torch.Tensor | None
 
-    def pages(self, case: PagedCase) -> tuple[torch.Tensor, torch.Tensor]:
+    def pages(self, case: PagedCase) -> Tensors:
         """Keys and values [P, page_size, K, H] of a case."""
         shape = (case.num_pages, case.page_size, *self.key.shape[1:])
-        return self.key.view(shape), self.value.view(shape)
+        pages = {"key": self.key, "value": self.value}
+        return {name: x.view(shape) for name, x in pages.items() if x is not None}
 
     def contiguous(self, shape: PagedShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, S, K, H]."""
+        assert self.value is not None
         sizes = (shape.batch, shape.kv_length, *self.key.shape[1:])
         return self.key.view(sizes), self.value.view(sizes)
 
@@ -41,7 +46,7 @@ def make_pool(case: PagedCase, *, seed: int, device: str) -> Pool:
             part.copy_(torch.randn(part.shape, generator=generator, device=device, dtype=torch.bfloat16))
         return array
 
-    return Pool(filled(), filled())
+    return Pool(filled(), None if case.shape.latent_values else filled())
 
 
 def case_arrays(case: PagedCase, pool: Pool, *, seed: int) -> list[Tensors]:
@@ -58,10 +63,9 @@ def case_arrays(case: PagedCase, pool: Pool, *, seed: int) -> list[Tensors]:
     shared = {"kv_lengths": lengths} | _scales(case, generator)
     if case.group == "append":
         return [shared | _appended(case, pool, generator) | {"page_table": tables[0].contiguous()}]
-    key, value = pool.pages(case)
-    shared |= {"key": key, "value": value}
+    shared |= pool.pages(case)
     if case.block_size is not None:
-        shared["centroids"] = mean_keys(case, key, tables[0])
+        shared["centroids"] = mean_keys(case, shared["key"], tables[0])
     queries = case.calls if case.block_size is not None else 1
     given = [(_query(case, generator), tables[0].contiguous()) for _ in range(queries)]
     if case.copies > 1:
@@ -86,15 +90,16 @@ def _scales(case: PagedCase, generator: torch.Generator) -> dict[str, torch.Tens
 
     if case.group == "append":
         return {"key_scale": 0.02 * random(), "value_scale": 0.02 * random()}
-    return {"score_scale" if case.scales == "head" else "key_scale": random(), "value_scale": random()}
+    keys = {"score_scale" if case.scales == "head" else "key_scale": random()}
+    return keys if case.shape.latent_values else keys | {"value_scale": random()}
 
 
 def _appended(case: PagedCase, pool: Pool, generator: torch.Generator) -> dict[str, torch.Tensor]:
     shape = (case.shape.batch * case.query_tokens, case.shape.key_heads, case.shape.head_dim)
     options: dict[str, Any] = {"generator": generator, "device": generator.device, "dtype": torch.bfloat16}
-    key_pages, value_pages = pool.pages(case)
+    pages = {f"{name}_pages": x for name, x in pool.pages(case).items()}
     new = {"key": torch.randn(shape, **options), "value": torch.randn(shape, **options)}
-    return new | {"key_pages": key_pages, "value_pages": value_pages}
+    return new | pages
 
 
 def mean_keys(case: PagedCase, key_pages: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,10 @@ from typing import Any, Literal
 from benchmarks.harness.family import Work, names_of
 from blockdiag.ops.append.problem import AppendProblem
 from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
-from blockdiag.ops.paged.problem import CacheScale, PagedProblem
+from blockdiag.ops.paged.problem import WIDE_HEAD, CacheScale, PagedProblem
 from blockdiag.ops.paged.splits import choose_splits
 
-type Group = Literal["decode", "moba", "short", "speculative", "splits", "scales", "append", "prompts"]
+type Group = Literal["decode", "moba", "short", "speculative", "splits", "scales", "append", "prompts", "latent"]
 
 # In the order in which a short budget should be spent.
 GROUPS: dict[Group, str] = {
@@ -22,6 +22,7 @@ GROUPS: dict[Group, str] = {
     "scales": "eight-bit caches with scales",
     "append": "one new token of each sequence",
     "prompts": "many new tokens of each sequence",
+    "latent": "one query of each sequence and a latent cache, whose values are columns of its keys",
 }
 
 CACHES = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -35,6 +36,11 @@ DRAFT_LENGTHS = (4, 8)
 SHORT_LENGTHS = (1024, 2048, 4096, 8192)
 # Sequences, keys of each, and how many of them are new.
 PROMPTS = ((1, 8192, 8192), (1, 16384, 16384), (1, 32768, 512), (8, 8192, 64))
+# Sequences and keys of each, query heads, and caches with their scales, of DeepSeek's latent attention.
+LATENTS = ((32, 8192), (8, 32768), (4, 65536))
+LATENT_HEADS = (64, 128)
+LATENT_CACHES: tuple[tuple[str, CacheScale], ...] = (("bfloat16", "none"), ("float8_e4m3fn", "token"))
+LATENT_DIM, LATENT_VALUE_DIM = 576, 512
 
 QUERY_BYTES = 2  # queries are bfloat16
 _IN_MEMORY = 2**28  # bytes that do not stay in an L2 of 60 MB
@@ -48,6 +54,8 @@ class PagedShape:
         name: what the CSV holds.
         batch, kv_length: sequences, and keys of each.
         query_heads, key_heads, head_dim: N, K and H.
+        latent_values: how many of the keys' first columns are the values; None for values of their own, as wide as
+            the keys.
     """
 
     name: str
@@ -56,6 +64,12 @@ class PagedShape:
     query_heads: int = 32
     key_heads: int = 8
     head_dim: int = 128
+    latent_values: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """V."""
+        return self.latent_values or self.head_dim
 
     @property
     def cached_tokens(self) -> int:
@@ -64,7 +78,7 @@ class PagedShape:
 
     def token_bytes(self, cache: str) -> int:
         """Bytes of the key and the value of one token."""
-        return 2 * self.key_heads * self.head_dim * CACHES[cache]
+        return (1 if self.latent_values else 2) * self.key_heads * self.head_dim * CACHES[cache]
 
     def cache_bytes(self, cache: str) -> int:
         """Bytes of all keys and values."""
@@ -147,16 +161,21 @@ class PagedCase:
         }
 
     def floor(self, pass_name: str) -> tuple[Work, ...]:
-        """Return the bytes that must be read, and of prompts the products that a causal mask leaves."""
+        """Return the bytes that must be read, and the products that a causal mask leaves, where they may decide."""
         del pass_name
-        return (Work(self.flops if self.group == "prompts" else 0.0, self.read_bytes),)
+        return (Work(self.flops if self.counts_products else 0.0, self.read_bytes),)
+
+    @property
+    def counts_products(self) -> bool:
+        """Whether products may take longer than reading the cache."""
+        return self.group in ("prompts", "latent")
 
     @property
     def flops(self) -> float:
         """Floating-point operations of both products, for the keys that queries see."""
         shape, new = self.shape, self.query_tokens
         pairs = new * (shape.kv_length - new) + new * (new + 1) / 2
-        return 4.0 * shape.batch * shape.query_heads * shape.head_dim * pairs
+        return 2.0 * shape.batch * shape.query_heads * (shape.head_dim + shape.value_dim) * pairs
 
     @property
     def num_splits(self) -> int:
@@ -172,6 +191,7 @@ class PagedCase:
             group_size=shape.query_heads // shape.key_heads,
             key_heads=shape.key_heads,
             max_keys=shape.kv_length,
+            is_wide=max(shape.head_dim, shape.value_dim) > WIDE_HEAD,
         )
 
     @property
@@ -198,7 +218,8 @@ class PagedCase:
             query_heads=shape.query_heads,
             key_heads=shape.key_heads,
             head_dim=shape.head_dim,
-            value_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            has_value_pages=shape.latent_values is None,
             query_dtype="bfloat16",
             key_dtype=self.cache,
             value_dtype=self.cache,
@@ -254,7 +275,8 @@ class PagedCase:
         shape = self.shape
         if self.group == "append":
             return shape.batch * self.query_tokens * 2 * shape.key_heads * shape.head_dim * QUERY_BYTES
-        scales = 2 * 4 * shape.cached_tokens * shape.key_heads if self.scales == "token" else 0
+        scales = 4 * shape.cached_tokens * shape.key_heads if self.scales == "token" else 0
+        scales *= 1 if shape.latent_values else 2
         return shape.cache_bytes(self.cache) + scales
 
 
@@ -275,6 +297,26 @@ def prompt_cases() -> list[PagedCase]:
         for batch, length, tokens in PROMPTS
         for size in PAGE_SIZES
     ]
+
+
+def latent_cases() -> list[PagedCase]:
+    """By query heads and cache."""
+    cases = []
+    for heads in LATENT_HEADS:
+        for batch, length in LATENTS:
+            shape = PagedShape(
+                name=f"mla{heads}_b{batch}_{length // 1024}k",
+                batch=batch,
+                kv_length=length,
+                query_heads=heads,
+                key_heads=1,
+                head_dim=LATENT_DIM,
+                latent_values=LATENT_VALUE_DIM,
+            )
+            cases += [
+                PagedCase(group="latent", shape=shape, cache=cache, scales=scales) for cache, scales in LATENT_CACHES
+            ]
+    return cases
 
 
 def decode_cases(shape: PagedShape) -> list[PagedCase]:
@@ -317,7 +359,7 @@ def make_cases() -> list[PagedCase]:
             ("float8_e4m3fn", 64, "token"),
         )
     ]
-    return cases + prompt_cases()
+    return cases + prompt_cases() + latent_cases()
 
 
 def select_groups(names: str | None) -> list[Group]:
@@ -339,6 +381,7 @@ def by_pool(cases: Sequence[PagedCase]) -> list[list[PagedCase]]:
 
 
 _SMOKE = PagedShape(name="smoke", batch=2, kv_length=96, query_heads=4, key_heads=2, head_dim=16)
+_SMOKE_LATENT = replace(_SMOKE, name="smoke_latent", key_heads=1, head_dim=24, latent_values=16)
 SMOKE_CASES = (
     PagedCase(group="decode", shape=_SMOKE, page_size=16),
     PagedCase(group="decode", shape=_SMOKE, cache="float8_e5m2", page_size=1),
@@ -348,4 +391,5 @@ SMOKE_CASES = (
     PagedCase(group="moba", shape=_SMOKE, page_size=16, block_size=16, top_k=3),
     PagedCase(group="append", shape=_SMOKE, cache="float8_e4m3fn", page_size=16, scales="token"),
     PagedCase(group="prompts", shape=_SMOKE, page_size=16, query_tokens=40),
+    PagedCase(group="latent", shape=_SMOKE_LATENT, cache="float8_e4m3fn", page_size=16, scales="token"),
 )

@@ -53,11 +53,16 @@ def check_attention(
 
 
 def exact_attention(case: PagedCase, arrays: Tensors, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [T, N, H] and log-sum-exp [T, N] of the checked queries of one sequence in float64.
+    """Output [T, N, V] and log-sum-exp [T, N] of the checked queries of one sequence in float64.
 
     Keys are gathered page by page.
     """
-    key, value = (gathered(arrays, name, sequence) for name in ("key", "value"))
+    key = gathered(arrays, "key", sequence)
+    # The values of latent caches are columns of the keys, with their scales.
+    latent = case.shape.latent_values
+    value = gathered(arrays, "value", sequence) if latent is None else key[..., :latent]
+    if latent is not None and "key_scale" in arrays:
+        arrays = arrays | {"value_scale": arrays["key_scale"]}
     rows = checked_queries(arrays["query"].shape[1])
     query = arrays["query"][sequence, rows]
     group = case.shape.query_heads // case.shape.key_heads

@@ -229,7 +229,7 @@ class Paged(Family):
         if rates:
             floor = 1e3 * found["read_gb"] / rates["read_tb_per_s"]
             found |= {"read_tb_per_s": rates["read_tb_per_s"], "floor_us": floor}
-            if case.group == "prompts":
+            if case.counts_products:
                 floor = max(floor, case.flops / rates["matmul_tflops"] / 1e6)
                 found |= {"matmul_tflops": rates["matmul_tflops"], "floor_us": floor}
         return found

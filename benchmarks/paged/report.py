@@ -6,7 +6,7 @@ from rich.table import Table
 
 from benchmarks.harness.records import PagedTiming
 from benchmarks.harness.report import Verdict, quotient
-from benchmarks.paged.cases import CACHE_LABELS, DRAFT_LENGTHS, PAGE_SIZES
+from benchmarks.paged.cases import CACHE_LABELS, DRAFT_LENGTHS, LATENT_DIM, LATENT_VALUE_DIM, PAGE_SIZES
 
 # The same compiled kernels, launched natively and through `jax.jit`.
 NATIVE = "triton-torch"
@@ -23,6 +23,8 @@ MOBA_LIMIT = 15.0
 # where that has no such mask, by workload.
 PROMPT_OVER_DENSE, PROMPT_OVER_DENSE_PAGES_OF_1 = 1 / 0.93, 1 / 0.85
 PROMPT_LIMITS = {"b1_32k": 470.0, "b8_8k": 160.0}
+# Latent caches: parts of the read bandwidth where memory decides, and TFLOP/s where products do.
+LATENT_BANDWIDTH, LATENT_TFLOPS = 0.85, 600.0
 
 
 def decode_limit(row: PagedTiming) -> float:
@@ -44,7 +46,16 @@ def judge_paged(rows: Sequence[PagedTiming]) -> list[Verdict]:
     verdicts += [Verdict(f"{row.case}: us", row.median_us, SHORT_LIMIT) for row in groups.get("short", [])]
     verdicts += _judge_drafts(groups.get("speculative", []))
     verdicts += [Verdict(f"{row.case}: us", row.median_us, MOBA_LIMIT) for row in groups.get("moba", [])]
+    verdicts += [Verdict(f"{row.case}: us", row.median_us, latent_limit(row)) for row in groups.get("latent", [])]
     return verdicts + _judge_prompts(groups.get("prompts", []), rows)
+
+
+def latent_limit(row: PagedTiming) -> float:
+    """The bar of a row of group "latent": whichever of reading and products takes longer."""
+    pairs = row.batch * row.kv_length * row.query_tokens
+    products = 2e-6 * pairs * row.query_heads * (LATENT_DIM + LATENT_VALUE_DIM) / LATENT_TFLOPS
+    rate = row.read_tb_per_s or float("inf")
+    return max(products, 1e3 * (row.read_gb or 0.0) / (LATENT_BANDWIDTH * rate))
 
 
 def _judge_prompts(mine: Iterable[PagedTiming], rows: Sequence[PagedTiming]) -> list[Verdict]:

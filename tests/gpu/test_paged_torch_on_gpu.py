@@ -53,6 +53,8 @@ DECODE = PagedCase(
     kv_lengths=(0, 1, 63, 64, 65, 500), query_heads=8, key_heads=2, head_dim=128, dtype="bfloat16", page_size=16
 )
 replace = functools.partial(dataclasses.replace, DECODE)
+LATENT = replace(query_heads=64, key_heads=1, is_latent=True, head_dim=576, value_dim=512, scale=0.07)
+latent = functools.partial(dataclasses.replace, LATENT)
 CASES = {
     "bfloat16, pages of 16": DECODE,
     "float16, pages of 1, split": replace(dtype="float16", page_size=1, num_splits=3, head_dim=64),
@@ -68,6 +70,31 @@ CASES = {
     ),
     "queries of eight bits": replace(dtype=E4M3, score_scale=True, query_heads=10),
     "float32": replace(dtype="float32", head_dim=40, value_dim=24, query_heads=2, kv_lengths=(70, 3)),
+    "latent": LATENT,
+    "latent, 128 heads, pages of 64": latent(query_heads=128, page_size=64, num_splits=2),
+    "latent, e4m3, scales of tokens": latent(cache_dtype=E4M3, key_scale="token", num_splits=3),
+    "latent, e4m3, 128 heads, pages of 64": latent(
+        cache_dtype=E4M3, key_scale="token", query_heads=128, page_size=64, score_scale=True
+    ),
+    "latent, e5m2, float16, pages of 1": latent(cache_dtype=E5M2, dtype="float16", page_size=1, split_size=64),
+    "latent, drafts, window, sinks": latent(
+        query_tokens=4, query_lengths=(4, 1, 0, 3, 4, 2), window=(200, None), sinks=True, num_splits=2, page_size=64,
+        soft_cap=9.0,
+    ),
+    "latent, e4m3, drafts, window, sinks": latent(
+        query_tokens=4, query_lengths=(4, 1, 0, 3, 4, 2), window=(200, None), sinks=True, num_splits=2,
+        cache_dtype=E4M3, key_scale="token",
+    ),
+    "latent, short prompts": latent(query_tokens=40, kv_lengths=(40, 0, 70, 500), query_heads=16),
+    "latent, few heads, contiguous": latent(query_heads=8, page_size=None, num_splits=3),
+    "latent, few heads, e4m3": latent(query_heads=16, cache_dtype=E4M3, key_scale="token"),
+    "latent, not causal": latent(is_causal=False, window=(90, 7), query_tokens=2, page_size=64),
+    "latent of eight bits": latent(dtype=E4M3, score_scale=True),
+    "wide heads": replace(head_dim=512, query_heads=16, page_size=64, num_splits=2),
+    "wide heads, e4m3, many queries": replace(head_dim=512, query_tokens=16, cache_dtype=E4M3, value_scale="head"),
+    "wide heads, many queries": replace(head_dim=512, query_tokens=16, window=(60, None), kv_lengths=(70, 500, 16)),
+    "other wide heads": replace(head_dim=576, value_dim=264, query_heads=16, dtype="float16"),
+    "wide heads, float32": replace(dtype="float32", head_dim=320, value_dim=264, query_heads=2, kv_lengths=(70, 3)),
 }  # fmt: skip
 FULL = CASES["drafts, everything"]
 

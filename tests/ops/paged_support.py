@@ -223,7 +223,11 @@ MIXED_CASES = {
     ),
     "more queries than keys": dataclasses.replace(MIXED, kv_lengths=(30, 1, 9, 0, 7, 1), score_scale=True),
     "queries of eight bits": dataclasses.replace(MIXED, dtype="float8_e5m2", value_scale="token"),
-}
+    "latent": dataclasses.replace(
+        MIXED, is_latent=True, head_dim=24, value_dim=16, key_scale="token", dtype="bfloat16",
+        cache_dtype="float8_e4m3fn",
+    ),
+}  # fmt: skip
 
 # Prompts for the kernel of Hopper.
 PROMPTS = PagedCase(

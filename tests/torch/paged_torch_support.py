@@ -21,6 +21,13 @@ CASES = {
     ),
     "not causal": PagedCase(kv_lengths=(2, 40), query_tokens=3, is_causal=False, window=(20, 1), dtype="float16"),
     "e5m2 queries": PagedCase(kv_lengths=(1, 40), dtype="float8_e5m2", score_scale=True, value_scale="head"),
+    "latent": PagedCase(
+        kv_lengths=(2, 40), query_tokens=3, query_heads=4, is_latent=True, head_dim=24, value_dim=16,
+        key_scale="token", score_scale=True, dtype="bfloat16", cache_dtype="float8_e5m2",
+    ),
+    "latent of 576 columns": PagedCase(
+        kv_lengths=(1, 70), query_heads=64, is_latent=True, head_dim=576, value_dim=512, dtype="bfloat16", scale=0.07
+    ),
     "pages of one token, split": PagedCase(
         kv_lengths=(130, 1), page_size=1, query_heads=4, key_heads=2, num_splits=2, dtype="float16",
         cache_dtype="float8_e5m2",

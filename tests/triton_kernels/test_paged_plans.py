@@ -29,6 +29,9 @@ BASE = PagedProblem(
     scale=0.088,
     num_splits=33,
 )
+LATENT = dataclasses.replace(
+    BASE, query_heads=64, key_heads=1, head_dim=576, value_dim=512, has_value_pages=False, num_splits=4
+)
 NARROW = dataclasses.replace(BASE, key_dtype="float8_e4m3fn", value_dtype="float8_e4m3fn")
 PROBLEMS = {
     "one query": BASE,
@@ -83,6 +86,30 @@ PROBLEMS = {
         BASE, head_dim=80, value_dim=96, query_heads=5, key_heads=1, query_tokens=3, query_dtype="float16",
         key_dtype="float16", value_dtype="float16", output_dtype="float16",
     ),
+    "latent, 64 heads": LATENT,
+    "latent, pages of one token": dataclasses.replace(LATENT, page_size=1, num_pages=2**18, max_pages=2**17),
+    "latent, 128 heads, drafts, window, soft cap, sinks": dataclasses.replace(
+        LATENT, query_heads=128, query_tokens=4, window=(1024, None), soft_cap=30.0, has_sinks=True, num_splits=1
+    ),
+    "latent, 16 heads, contiguous": dataclasses.replace(LATENT, query_heads=16, has_page_table=False),
+    "latent, e4m3, scales by token": dataclasses.replace(
+        LATENT, key_dtype="float8_e4m3fn", value_dtype="float8_e4m3fn", key_scale="token", value_scale="token"
+    ),
+    "latent, e5m2, 16 heads": dataclasses.replace(
+        LATENT, key_dtype="float8_e5m2", value_dtype="float8_e5m2", query_heads=16, has_score_scale=True,
+        value_scale="head",
+    ),
+    "latent, prompts beside other sequences": dataclasses.replace(
+        LATENT, batch=40, packed_rows=4096, query_tokens=4096, few_queries=1, num_splits=2
+    ).tiled,
+    "h512, 16 heads": dataclasses.replace(BASE, head_dim=512, value_dim=512, key_heads=2),
+    "h512, e5m2 keys, 64 heads": dataclasses.replace(
+        BASE, head_dim=512, value_dim=512, query_heads=64, key_heads=1, key_dtype="float8_e5m2"
+    ),
+    "h576, values of 512, drafts": dataclasses.replace(BASE, head_dim=576, value_dim=512, query_tokens=16),
+    "h576, float32": dataclasses.replace(
+        LATENT, query_dtype="float32", key_dtype="float32", value_dtype="float32", output_dtype="float32"
+    ),
     "float32": dataclasses.replace(
         BASE, head_dim=64, value_dim=64, query_dtype="float32", key_dtype="float32", value_dtype="float32",
         output_dtype="float32",
@@ -122,8 +149,12 @@ def test_plan_fits_its_architecture(name, arch):
         lay_out_buffers(plan)
         report = report_of(plan, arch)
         is_for_hopper = plan.kernel.__name__ in ("paged_prompts", "paged_eight_bit_prompts")
-        has_one_dtype = problem.query_dtype == problem.key_dtype
-        assert is_for_hopper == (arch == 90 and launch.kind == "prompts" and has_one_dtype)
+        assert is_for_hopper == (
+            arch == 90
+            and launch.kind == "prompts"
+            and problem.query_dtype == problem.key_dtype
+            and problem.head_dim == problem.value_dim <= 256
+        )
         assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
         assert report.spill_bytes <= KNOWN_SPILLS.get((name, arch), 0), str(report)
         assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0
@@ -151,8 +182,8 @@ def test_numbers_of_rows_and_sequences_share_kernels():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"head_dim": 12}, "multiples of 8 up to 256 for H, got 12"),
-        ({"value_dim": 264}, "multiples of 8 up to 256 for the value's head size, got 264"),
+        ({"head_dim": 12}, "multiples of 8 up to 576 for H, got 12"),
+        ({"value_dim": 520}, "multiples of 8 up to 512 for the value's head size, got 520"),
         ({"key_dtype": "float16"}, "queries and caches of one dtype"),
         ({"query_dtype": "float64"}, "`query` is float64"),
         ({"query_dtype": "float32", "key_dtype": "float8_e5m2"}, "queries and caches of one dtype"),

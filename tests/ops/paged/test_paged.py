@@ -30,6 +30,10 @@ CASES = {
     ),
     "not causal": PagedCase(kv_lengths=(2, 40), query_tokens=3, is_causal=False, window=(20, 1)),
     "e5m2 queries": PagedCase(kv_lengths=(1, 40), dtype="float8_e5m2", score_scale=True, value_scale="head"),
+    "latent": PagedCase(
+        kv_lengths=(2, 40), query_tokens=3, query_heads=4, is_latent=True, head_dim=24, value_dim=16,
+        key_scale="token", score_scale=True,
+    ),
 }  # fmt: skip
 
 
@@ -87,6 +91,20 @@ def test_scalar_and_tensor_scales_are_the_same_factor(name):
         np.testing.assert_allclose(output.astype(jnp.float32), expected[0].astype(jnp.float32), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
+@pytest.mark.parametrize("scale", [1.5, jnp.asarray([[0.5, 2.0], [3.0, 1.0]]), jnp.full((7, 4, 2), 0.7)], ids=np.ndim)
+def test_key_scales_of_a_latent_cache_scale_keys_and_values(scale, implementation):
+    arguments = simple_arguments(tokens=2)
+    key_pages = arguments["key_pages"]
+    values = key_pages[..., :5] if implementation != "triton" else key_pages
+    expected = attend(**(arguments | {"value_pages": values}), key_scale=scale, value_scale=scale)
+    actual = attend(
+        **(arguments | {"value_pages": None}), value_dim=values.shape[-1], key_scale=scale,
+        implementation=implementation,
+    )  # fmt: skip
+    assert_close(actual, expected)
+
+
 def test_scales_of_queries_and_keys_multiply():
     arguments = simple_arguments()
     query_scale, key_scale = jnp.asarray([[1.0, 2.0], [0.5, 3.0]]), jnp.asarray([[2.0, 0.5], [1.5, 1.0]])
@@ -138,6 +156,15 @@ def test_splits_follow_from_shapes():
     assert describe(longer, num_splits=9).num_splits == 9
     assert describe(longer, num_splits=256).num_splits == 16
     assert describe(longer, split_size=192).num_splits == 6
+
+
+def test_wide_heads_choose_splits_for_one_program_a_multiprocessor():
+    """A program of 576 columns occupies a multiprocessor of 132."""
+    shapes = dict(query_tokens=1, key_heads=1, is_wide=True)
+    assert choose_splits(batch=32, group_size=64, max_keys=8192, **shapes) == 4
+    assert choose_splits(batch=32, group_size=128, max_keys=8192, **shapes) == 2
+    problem = PagedCase(kv_lengths=(8192,) * 32, query_heads=64, is_latent=True, head_dim=576, value_dim=512).problem
+    assert checks.with_chosen_splits(problem).num_splits == 4
 
 
 def test_choose_splits_occupies_the_gpu_within_the_number_of_keys():
@@ -499,6 +526,22 @@ MISTAKES = {
         dict(value_pages=zeros(5, 8, 2, 8)),
         r"`value_pages` must have shape \(5, 16, 2, V\) .* got \(5, 8, 2, 8\); one page number",
     ),
+    "neither values nor their number": (
+        dict(value_pages=None),
+        r"`value_dim` must be an integer of 1\.\.8, known when tracing, without `value_pages`, got None; it is",
+    ),
+    "more values than columns": (
+        dict(value_pages=None, value_dim=9),
+        r"`value_dim` must be an integer of 1\.\.8, .* got 9",
+    ),
+    "values and their number": (
+        dict(value_dim=8),
+        r"`value_dim` and `value_pages` exclude each other, got 8 and values of shape \(5, 16, 2, 24\); pass",
+    ),
+    "value scale of a latent cache": (
+        dict(value_pages=None, value_dim=8, value_scale=2.0),
+        "`value_scale` must be None without `value_pages`, got a scale; the values .* `key_scale` is a factor on both",
+    ),
     "no value elements": (dict(value_pages=zeros(5, 16, 2, 0)), r"`value_pages` must have shape \(5, 16, 2, V\)"),
     "heads do not divide": (dict(query=zeros(2, 3, 3, 8)), "must be a multiple .* got 3 and 2"),
     "no page tokens": (
@@ -641,6 +684,7 @@ def test_invalid_arguments_raise_value_error(name):
 def test_valid_arguments_of_the_invalid_cases_are_accepted():
     assert paged_attention(**GOOD).shape == (2, 3, 4, 24)
     assert paged_attention(**(GOOD | PACKED)).shape == (80, 4, 24)
+    assert paged_attention(**(GOOD | {"value_pages": None}), value_dim=5).shape == (2, 3, 4, 5)
 
 
 def test_traced_options_raise_value_error():

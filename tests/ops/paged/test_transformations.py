@@ -27,10 +27,16 @@ def attend_to_everything(*arrays):
     return attend(**dict(zip(EVERYTHING, arrays, strict=True)))
 
 
+def attend_to_latents(*arrays):
+    arguments = dict(zip(LATENT, arrays, strict=True))
+    return attend(**(dict.fromkeys(EVERYTHING) | arguments), value_dim=5)
+
+
 def attend_without_a_table(*arrays):
     return attend(**(dict.fromkeys(EVERYTHING) | dict(zip(WITHOUT_A_TABLE, arrays, strict=True))))
 
 
+LATENT = tuple(name for name in EVERYTHING if name not in ("value_pages", "value_scale"))
 WITHOUT_A_TABLE = tuple(name for name in EVERYTHING if name != "page_table")
 
 # Each call is compiled once for all ways to map it.
@@ -47,6 +53,8 @@ compiled_once = functools.cache(compiled_quickly)
         (attend_to_everything, dict(key_scale=0)),
         (attend_to_everything, dict(sinks=0, query=0)),
         (attend_to_everything, dict(query_lengths=0, value_scale=1)),
+        (attend_to_latents, dict(query=0, kv_lengths=0)),
+        (attend_to_latents, dict(key_pages=1, key_scale=0)),
         (attend_without_a_table, dict(kv_lengths=0)),
         (attend_without_a_table, dict(query=1, key_pages=0, value_pages=2, kv_lengths=0)),
         (attend_without_a_table, dict(sinks=0, key_pages=1)),
@@ -61,7 +69,7 @@ def test_vmap_matches_a_loop(function, axes):
         value_scale=jnp.asarray([[1.0, 2.0], [3.0, 4.0]]),
         query_lengths=jnp.asarray([2, 1], jnp.int32),
     )
-    names = EVERYTHING
+    names = LATENT if function is attend_to_latents else EVERYTHING
     if function is attend_without_a_table:
         names = WITHOUT_A_TABLE
         arguments |= {name: arguments[name][:2] for name in ("key_pages", "value_pages", "key_scale")}
@@ -214,6 +222,18 @@ def test_explicit_shardings_match_one_device(form, spec):
         arguments["key_pages"] = jax.device_put(arguments["key_pages"], P(rows, None, heads))
         actual = compiled_once(attend)(**arguments)
     assert jax.typeof(actual[0]).sharding.spec == jax.typeof(arguments["query"]).sharding.spec
+    assert_close(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected))
+
+
+def test_query_heads_of_a_latent_cache_are_sharded_over_devices_that_share_it():
+    arguments = simple_arguments(batch=4)
+    arguments |= dict(key_pages=arguments["key_pages"][:, :, :1], value_pages=None, value_dim=5)
+    latents = functools.partial(attend, value_dim=arguments.pop("value_dim"))
+    expected = latents(**arguments)
+    with jax.set_mesh(explicit_mesh()):
+        arguments["query"] = jax.device_put(arguments["query"], P(None, None, "x"))
+        actual = jax.jit(latents)(**arguments)
+    assert jax.typeof(actual[0]).sharding.spec[2] == "x"
     assert_close(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected))
 
 
