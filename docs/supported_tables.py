@@ -174,8 +174,9 @@ def _paged() -> list[Row]:
     usual = _usual_paged()
     return [
         *_caches(usual),
-        Row("H", _changed(usual, "head_dim", HEADS)),
-        Row("head size of values", _changed(usual, "value_dim", HEADS)),
+        Row("H", _changed(usual, "head_dim", (*HEADS, 512, 576, 640))),
+        Row("head size of values", _changed(usual, "value_dim", (*HEADS, 512, 576))),
+        Row("latent caches", _flag(usual, key_heads=1, head_dim=576, value_dim=512, has_value_pages=False)),
         Row("`page_size`", _changed(usual, "page_size", (1, 7, 16, 64, 1000))),
         Row("T", _changed(usual, "query_tokens", (1, 8, 64, 500))),
         Row("scales", {how: replace(usual, value_scale=how) for how in ("head", "token")}),

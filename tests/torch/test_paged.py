@@ -285,7 +285,9 @@ def test_operators_pass_opcheck():
     """opcheck covers the schema, the fake kernel and the derivative, also with symbolic shapes."""
     torch.library.opcheck(OPERATORS.paged_attention, tuple(operator_arguments(arguments_of(WIDE))))
     narrow = operator_arguments(arguments_of(CASES["e5m2 queries"]))
-    torch.library.opcheck(OPERATORS.paged_attention, tuple(narrow), test_utils=NOT_OF_THE_SCHEMA)
+    latent = operator_arguments(arguments_of(CASES["latent"]))
+    for call in (narrow, latent):
+        torch.library.opcheck(OPERATORS.paged_attention, tuple(call), test_utils=NOT_OF_THE_SCHEMA)
 
 
 def test_operator_through_jax_passes_opcheck():
@@ -300,7 +302,7 @@ def test_only_native_operator_is_safe_in_cuda_graphs():
 
 
 def test_compiled_call_is_one_graph_and_equals_the_eager_call():
-    """The function has a scalar scale and merges two states; a new batch size must not recompile it."""
+    """The function has a scalar scale, a latent cache, and merges states; a new batch size must not recompile it."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -310,7 +312,8 @@ def test_compiled_call_is_one_graph_and_equals_the_eager_call():
             paged_attention(query.sin(), **arguments, **more, return_residual=True)
             for more in (dict(key_scale=1.5, local_window_size=3), dict(implementation="xla", logits_soft_cap=2.0))
         )
-        return merge_attention_states(*zip(one, other, strict=True))
+        latents = arguments | {"value_pages": None, "value_dim": 8, "return_residual": True}
+        return merge_attention_states(*zip(one, other, paged_attention(query, **latents), strict=True))
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for batch in (5, 6):
