@@ -62,7 +62,7 @@ def jax_attention(case: PagedCase, implementation: str) -> Callable[..., Any]:
     from blockdiag.ops.paged.api import paged_attention
 
     def attend(query: Any, arrays: Mapping[str, Any]) -> Any:
-        cache = (arrays["key"], arrays.get("value"), arrays["page_table"], arrays["kv_lengths"])
+        tables = arrays["page_table"], arrays["kv_lengths"]
         options: dict[str, Any] = {
             "key_scale": arrays.get("key_scale", arrays.get("score_scale")),
             "value_scale": arrays.get("value_scale"),
@@ -71,9 +71,11 @@ def jax_attention(case: PagedCase, implementation: str) -> Callable[..., Any]:
         }
         if case.block_size is not None:
             options |= {"block_size": case.block_size, "top_k": case.top_k}
-            return moba_paged_attention(query, *cache, arrays["centroids"], **options)
+            cache = arrays["key"], arrays["value"]
+            return moba_paged_attention(query, *cache, *tables, arrays["centroids"], **options)
+        cache = arrays["key"], arrays.get("value")
         return paged_attention(
-            query, *cache, num_splits=case.splits, value_dim=case.shape.latent_values, **options
+            query, *cache, *tables, num_splits=case.splits, value_dim=case.shape.latent_values, **options
         )
 
     return attend
@@ -112,14 +114,12 @@ def jax_program(attend: Callable[..., Any], arrays: Mapping[str, Any], calls: in
         ChainBroken: the program does not launch what so many calls launch.
     """
 
-    import jax.numpy as jnp
-
     def link(attend: Callable[..., Any], calls: int) -> Callable[..., Any]:
         def chained(query: Any, rest: Mapping[str, Any]) -> Any:
             for _ in range(calls):
                 output = attend(query, rest)[0].astype(query.dtype)
                 # Queries of latent caches are wider than the output.
-                query = jnp.pad(output, [(0, own - other) for own, other in zip(query.shape, output.shape)])
+                query = output if output.shape == query.shape else query.at[..., : output.shape[-1]].set(output)
             return query
 
         return chained

@@ -87,29 +87,14 @@ PROBLEMS = {
         key_dtype="float16", value_dtype="float16", output_dtype="float16",
     ),
     "latent, 64 heads": LATENT,
-    "latent, pages of one token": dataclasses.replace(LATENT, page_size=1, num_pages=2**18, max_pages=2**17),
     "latent, 128 heads, drafts, window, soft cap, sinks": dataclasses.replace(
         LATENT, query_heads=128, query_tokens=4, window=(1024, None), soft_cap=30.0, has_sinks=True, num_splits=1
     ),
-    "latent, 16 heads, contiguous": dataclasses.replace(LATENT, query_heads=16, has_page_table=False),
     "latent, e4m3, scales by token": dataclasses.replace(
         LATENT, key_dtype="float8_e4m3fn", value_dtype="float8_e4m3fn", key_scale="token", value_scale="token"
     ),
-    "latent, e5m2, 16 heads": dataclasses.replace(
-        LATENT, key_dtype="float8_e5m2", value_dtype="float8_e5m2", query_heads=16, has_score_scale=True,
-        value_scale="head",
-    ),
-    "latent, prompts beside other sequences": dataclasses.replace(
-        LATENT, batch=40, packed_rows=4096, query_tokens=4096, few_queries=1, num_splits=2
-    ).tiled,
     "h512, 16 heads": dataclasses.replace(BASE, head_dim=512, value_dim=512, key_heads=2),
-    "h512, e5m2 keys, 64 heads": dataclasses.replace(
-        BASE, head_dim=512, value_dim=512, query_heads=64, key_heads=1, key_dtype="float8_e5m2"
-    ),
     "h576, values of 512, drafts": dataclasses.replace(BASE, head_dim=576, value_dim=512, query_tokens=16),
-    "h576, float32": dataclasses.replace(
-        LATENT, query_dtype="float32", key_dtype="float32", value_dtype="float32", output_dtype="float32"
-    ),
     "float32": dataclasses.replace(
         BASE, head_dim=64, value_dim=64, query_dtype="float32", key_dtype="float32", value_dtype="float32",
         output_dtype="float32",
@@ -122,6 +107,11 @@ KNOWN_SPILLS = {
     ("a batch of prompts, h256, all keys", 90): 32,
     ("prompts, e4m3 caches", 90): 8,
     ("a batch of prompts, e4m3, scales by token, sinks", 120): 44,
+    # Results take half of the registers.
+    ("latent, 64 heads", 90): 40,
+    ("latent, 128 heads, drafts, window, soft cap, sinks", 90): 336,
+    ("latent, e4m3, scales by token", 90): 264,
+    ("h576, values of 512, drafts", 90): 32,
 }
 
 

@@ -123,9 +123,9 @@ def splits_chosen_again(problem: PagedProblem) -> PagedProblem:
         group_size=problem.group_size,
         key_heads=problem.key_heads,
         max_keys=problem.max_keys,
-        is_wide=max(problem.head_dim, problem.value_dim) > WIDE_HEAD,
     )
-    chosen = choose_splits(**{name: 1 if is_symbolic(size) else size for name, size in sizes.items()})
+    known = {name: 1 if is_symbolic(size) else size for name, size in sizes.items()}
+    chosen = choose_splits(**known, is_wide=max(problem.head_dim, problem.value_dim) > WIDE_HEAD)
     return dataclasses.replace(problem, num_splits=chosen)
 
 
@@ -173,7 +173,9 @@ def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:
             f"`key_pages` must have shape [P, page_size, K, {head_dim}] to match `query` of shape "
             f"{tuple(query.shape)}, got {tuple(key_pages.shape)}; a contiguous cache is [B, S, K, H]"
         )
-    if value_pages is not None and (value_pages.ndim != 4 or tuple(value_pages.shape[:3]) != tuple(key_pages.shape[:3]) or not value_pages.shape[3]):
+    if value_pages is not None and (
+        value_pages.ndim != 4 or tuple(value_pages.shape[:3]) != tuple(key_pages.shape[:3]) or not value_pages.shape[3]
+    ):
         expected = ", ".join(map(str, key_pages.shape[:3]))
         raise ValueError(
             f"`value_pages` must have shape ({expected}, V) to match `key_pages` of shape {tuple(key_pages.shape)}, "

@@ -42,6 +42,9 @@ from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 # The largest H and V that the kernels take.
 MOST_COLUMNS = (576, 512)
 
+# Elements of the parts that a merge loads at once.
+_MERGED_ELEMENTS = 64 * 256
+
 # Programs along the second and the last axis of a grid.
 _MOST_ON_AXIS = 65535
 
@@ -489,7 +492,8 @@ def merge_constants(problem: PagedProblem, value_columns: int) -> MergeConstants
         query_heads=problem.query_heads,
         value_dim=problem.value_dim,
         value_columns=value_columns,
-        parts=min(64, max(2, next_power_of_2(problem.num_splits))),
+        # Wider values have fewer parts at once, so that these fit into registers.
+        parts=min(64, _MERGED_ELEMENTS // value_columns, max(2, next_power_of_2(problem.num_splits))),
         has_query_lengths=problem.has_query_lengths,
         has_sinks=problem.has_sinks,
     )

@@ -23,8 +23,8 @@ from blockdiag.torch.arguments import (
 from blockdiag.torch.operator import Unsupported
 from blockdiag.torch.ops.moba_paged.operators import TENSORS, MoBAPagedArguments, describe
 from blockdiag.torch.ops.paged.api import Scale, takes
-from blockdiag.triton_kernels.moba_paged.plans import MOST_COLUMNS
 from blockdiag.torch.ops.paged.operators import as_tensor_scale
+from blockdiag.triton_kernels.moba_paged.plans import MOST_COLUMNS
 
 _SCALES = ("key_scale", "value_scale", "query_scale")
 

@@ -180,8 +180,8 @@ def paged_attention(
     left, right = sizes if isinstance(sizes, (tuple, list)) else (sizes, sizes)
     arguments = PagedArguments(
         query, key_pages, value_pages, page_table, kv_lengths, query_lengths, query_offsets, sinks,
-        key_scale, value_scale, query_scale, value_dim, max_query_length, scale, is_causal, left, right, logits_soft_cap,
-        num_splits, split_size, ",".join(names),
+        key_scale, value_scale, query_scale, value_dim, max_query_length, scale, is_causal, left, right,
+        logits_soft_cap, num_splits, split_size, ",".join(names),
     )  # fmt: skip
     if may_have_tangents():
         refuse_tangents(arguments.tensors, functools.partial(inference_error, "paged_attention"))

@@ -81,7 +81,9 @@ def describe(arguments: PagedArguments) -> PagedProblem:
     """
     names = PagedArguments._fields[:_TENSORS]
     tensors = dict(zip(names, arguments.tensors, strict=True))
-    check_plain_tensors(**{name: tensors[name] for name in names[:3] if name != "value_pages" or tensors[name] is not None})
+    check_plain_tensors(
+        **{name: tensors[name] for name in names[:3] if name != "value_pages" or tensors[name] is not None}
+    )
     check_devices(**tensors)
     window = arguments.window_left, arguments.window_right
     problem = describe_paged_call(
