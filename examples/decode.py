@@ -81,7 +81,7 @@ class Load:
 
     @property
     def budget(self) -> int:
-        """Rows of a step; the same without drafts, so that a program serves both."""
+        """Rows of a step. They do not depend on drafts, so that greedy and drafted serving share a program."""
         return self.slots * (1 + self.drafts) + CHUNK
 
     def pages(self, settings: Settings) -> int:
@@ -293,6 +293,10 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(
             f"--requests and --slots must be at least 1, --arrivals positive, --drafts 0 or more; got {options}"
         )
+    # The last byte of a text is never processed, so a text of full length needs pages for all of it but one.
+    fewest = -(-(settings.sequence_length - 1) // PAGE_SIZE)
+    if options.pages is not None and options.pages < fewest:
+        parser.error(f"--pages must be at least {fewest}, the pages of the longest request; got {options.pages}")
     load = Load(
         requests=options.requests,
         arrivals=options.arrivals,

@@ -97,7 +97,8 @@ class Counters:
     Attributes:
         submitted, finished, cancelled: numbers of requests.
         preempted: how often a request lost its pages and had to wait.
-        steps, decode_steps: number of steps, and of those in which no request read more than one known token.
+        steps: number of steps.
+        decode_steps: number of steps in which every request had a single known token.
         generated: bytes of text that were generated.
         processed_tokens: known tokens that were processed, some of them again after a preemption.
         shared_tokens: tokens that were not processed because a finished page held them.
@@ -194,7 +195,7 @@ class Scheduler:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request before the next step, unless it has ended until then. It keeps the text generated so far."""
+        """End a request before the next step, unless it has ended by then. It keeps the text generated so far."""
         self._cancelling.append(request)
 
     def plan(self) -> Batch | None:

@@ -17,7 +17,7 @@ LINE_SECONDS = 5.0
 
 
 def figures(scheduler: Scheduler, seconds: float) -> dict[str, str]:
-    """Return what a scheduler did in so many seconds, by name."""
+    """Return the figures of a scheduler that has run for some seconds, by name."""
     counters, pool = scheduler.counters, scheduler.pool
     found = {
         "requests": f"{len(scheduler.waiting)} waiting, {len(scheduler.running)} running, {counters.finished} finished"
@@ -29,7 +29,7 @@ def figures(scheduler: Scheduler, seconds: float) -> dict[str, str]:
         found["time to first token"] = f"{median:,.1f} ms median, {high:,.1f} ms p99"
     found |= {
         "pages in use": f"{pool.in_use} of {len(pool.owners)}, {counters.most_pages} at most; {pool.idle} idle",
-        "prompts": f"{counters.processed_tokens:,} tokens processed, {counters.shared_tokens:,} shared",
+        "known tokens": f"{counters.processed_tokens:,} processed, {counters.shared_tokens:,} found in shared pages",
         "preemptions": f"{counters.preempted}",
     }
     if scheduler.drafts:

@@ -4,8 +4,10 @@
 
 Each row is the relative root mean square error of one way to round: which scales the cache has, whether queries and
 keys are rotated by a Hadamard matrix first, and whether queries and weights are rounded to e4m3, too. Sums are exact
-here, so rounding alone is compared. Outliers: 2 of 128 features of queries, 2 other ones of keys, and 1 of 64 tokens of
-values are 20 times as large as the others.
+here, so rounding alone is compared. The inputs are normally distributed, and
+
+- "outliers": 2 of 128 features of queries, 2 other ones of keys, and 1 of 64 tokens of values are 20 times as large;
+- "sink of 12", 13 or 14: the scores of one key are that number, and its values are 0. There are 16,384 keys.
 """
 
 import csv
@@ -40,11 +42,16 @@ def hadamard(size):
     return matrix / np.sqrt(size)
 
 
-def make_inputs(has_outliers):
+def make_inputs(kind):
     """Return queries, keys and values, [rows, width] each, in bfloat16."""
     generator = np.random.default_rng(0)
-    query, key, value = (generator.normal(size=(rows, WIDTH)) for rows in (QUERIES, KEYS, KEYS))
-    if has_outliers:
+    keys = 4 * KEYS if "sink" in kind else KEYS
+    query, key, value = (generator.normal(size=(rows, WIDTH)) for rows in (QUERIES, keys, keys))
+    if "sink" in kind:
+        score = float(kind.split()[-1])
+        query[:, 0], key[:, 0], key[0] = 8, 0, 0
+        key[0, 0], value[0] = score * WIDTH**0.5 / 8, 0
+    if kind == "outliers":
         features = generator.choice(WIDTH, 4, replace=False)
         query[:, features[:2]] *= 20
         key[:, features[2:]] *= 20
@@ -60,9 +67,9 @@ def attend(query, key, value, *, rounds_weights):
     return weights @ value / powers.sum(axis=1, keepdims=True)
 
 
-def error(has_outliers, form, rotates, rounds):
+def error(kind, form, rotates, rounds):
     """Return the relative root mean square error; `rounds` is "cache" or "everything"."""
-    query, key, value = make_inputs(has_outliers)
+    query, key, value = make_inputs(kind)
     exact = attend(query, key, value, rounds_weights=False)
     if rotates:
         query, key = query @ hadamard(WIDTH), key @ hadamard(WIDTH)
@@ -74,11 +81,12 @@ def error(has_outliers, form, rotates, rounds):
 
 
 def main(path):
-    names = ("outliers", "scales", "rotated", "rounded", "relative_rms_error")
-    rows = [
-        (*ways, f"{error(*ways):.4f}")
-        for ways in itertools.product((False, True), ("none", "head", "token"), (False, True), ("cache", "everything"))
+    names, rounds = ("inputs", "scales", "rotated", "rounded", "relative_rms_error"), ("cache", "everything")
+    ways = [
+        *itertools.product(("normal", "outliers"), ("none", "head", "token"), (False, True), rounds),
+        *itertools.product(("sink of 12", "sink of 13", "sink of 14"), ("head",), (False,), rounds),
     ]
+    rows = [(*one, f"{error(*one):.4f}") for one in ways]
     with Path(path).open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([names, *rows])
 

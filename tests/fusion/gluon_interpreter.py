@@ -60,6 +60,10 @@ class Array(np.ndarray):
         return Tile()
 
     def to(self, dtype: Dtype) -> "Array":
+        if dtype.numpy.itemsize == 1 and dtype.numpy.kind != "i":
+            # GPUs saturate.
+            largest = float(ml_dtypes.finfo(dtype.numpy).max)
+            return np.clip(self, -largest, largest).astype(dtype.numpy)
         return self.astype(dtype.numpy)
 
 

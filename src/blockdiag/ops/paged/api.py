@@ -136,10 +136,10 @@ def paged_attention(
             kernels multiply scores, weights or outputs; scaled keys and values are never written to memory.
         query_scale: the same for queries: a number, or float32 of shape [] or [B, K], by key head.
         query_dtype: float8_e4m3fn or float8_e5m2, to which queries are rounded, for caches of eight bits. Numbers
-            beyond the largest one become that one; `query_scale` is a factor of the rounded queries. None: queries keep
-            their dtype, and eight-bit caches are widened. If queries, keys and values have one eight-bit dtype, the
-            products of prompts on Hopper have eight-bit operands: weights are rounded to float8_e4m3fn, too. This is
-            about three times as fast, and less accurate.
+            beyond the largest one, also infinite ones, become that one; `query_scale` is a factor of the rounded
+            queries. None: queries keep their dtype. If queries, keys and values have one eight-bit dtype, the products
+            of prompts on Hopper have eight-bit operands: weights are rounded to float8_e4m3fn, too. This takes a third
+            of the time of widened operands, and is less accurate.
         num_splits: number of equal parts that the keys of each sequence are divided into, 1..256; chosen from the
             shapes when None.
         split_size: keys per split, a multiple of 64, instead of `num_splits`. Every bit of a sequence's result is then

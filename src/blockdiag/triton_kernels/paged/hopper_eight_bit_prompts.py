@@ -10,8 +10,8 @@ It divides the work as `hopper_prompts` does. Three things differ:
 - The tensor cores keep about 14 bits of their sums. So every few chunks these are added to float32 sums in shared
   memory.
 
-Scales of tokens multiply products of queries and keys, or weights before they are rounded. Those weights are relative
-to the largest scale of values so far, as softmax weights are to the largest score.
+Scales of tokens multiply products of queries and keys, or weights before they are rounded. These weights then have a
+unit of their own for each row: the largest one so far becomes 256. Tokens that a row does not see have no influence.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -62,9 +62,10 @@ from blockdiag.triton_kernels.parts.resident_tiles import partial_sums
 
 # Weights are multiplied by 2 to this power: 256 is below 448, the largest number of e4m3.
 OFFSET = gl.constexpr(8.0)
+LARGEST = gl.constexpr(256.0)
 # Chunks whose value products the tensor cores add.
 TOGETHER = gl.constexpr(8)
-# Less than every scale of values.
+# Replaces factors that would make exponents or quotients NaN.
 TINY = gl.constexpr(1e-37)
 
 
@@ -160,8 +161,8 @@ def turn_values(memory, number, SHAPE: gl.constexpr):
         [CHUNK, 16])
     SLOTS: gl.constexpr = SHAPE.slots
     slot = number % SLOTS
-    mbarrier.wait(memory.staged.index(number % SLOTS), number // SLOTS % 2)
-    source = reinterpret(memory.value.index(number % SLOTS), gl.int32, [CHUNK, WORDS],
+    mbarrier.wait(memory.staged.index(slot), number // SLOTS % 2)
+    source = reinterpret(memory.value.index(slot), gl.int32, [CHUNK, WORDS],
                          gl.SwizzledSharedLayout(4, 2, memory.value.layout.max_phase, [1, 0]))
     target = reinterpret(memory.turned.index(slot), gl.int32, [SHAPE.columns, CHUNK // 4],
                          gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
@@ -230,7 +231,7 @@ def load(memory, arrays, scalars, SHAPE: gl.constexpr):
                 copy_rows(memory.key.index(place), arrays.key, row_numbers, SHAPE.key_heads * WIDTH, key_head * WIDTH,
                           CHUNK, WIDTH)
                 async_copy.mbarrier_arrive(memory.key_full.index(place), increment_count=False)
-                # The chunk of this stage has been transposed.
+                # The chunk that the stage had has been transposed, because there are at least two stages.
                 copy_rows(memory.value.index(number % SLOTS), arrays.value, row_numbers, SHAPE.key_heads * WIDTH,
                           key_head * WIDTH, CHUNK, WIDTH)
                 async_copy.mbarrier_arrive(memory.staged.index(number % SLOTS), increment_count=False)
@@ -292,24 +293,26 @@ def weigh(memory, numbers, b_products, number, at, masked, state, R: gl.constexp
           SHAPE: gl.constexpr):
     """Return the weights of chunk `number`, the factor of the sums before it, and the new state.
 
-    `state` are of each row the largest score and the sum of weights, and the largest scale of values.
+    `state` are of each row the largest score, the sum of weights, and the unit of the weights that multiply values.
     """
-    b_last, b_total, scale_before = state
+    b_last, b_total, b_scale = state
     P: gl.constexpr = gl.SliceLayout(1, b_total.type.layout)
     _first, _last, _slope, unit, _is_negative = numbers
     b_score, b_value_scale = finish_scores(memory, numbers, b_products, number, at, masked, SHAPE)
     b_largest = gl.maximum(b_last, gl.max(b_score, 1))
     # Rows that have seen no key yet count from 0.
-    b_base = gl.where(b_largest <= SHAPE.no_key, 0.0, b_largest) * unit
-    b_power = gl.exp2(b_score * unit - gl.expand_dims(b_base - OFFSET, 1))
-    b_shrink = gl.exp2(b_last * unit - b_base)
+    b_base = gl.where(b_largest <= SHAPE.no_key, 0.0, b_largest)
+    # The difference first: at large scores, OFFSET would be lost beside a product, and weights would saturate.
+    b_power = gl.exp2((b_score - gl.expand_dims(b_base, 1)) * unit + OFFSET)
+    b_shrink = gl.exp2((b_last - b_base) * unit)
     b_total = b_total * gl.expand_dims(gl.convert_layout(b_shrink, P), 1) + partial_sums(b_power)
-    scale = scale_before
     if SHAPE.value_scale == "token":
-        scale = gl.maximum(scale_before, gl.max(gl.abs(b_value_scale), 0))
-        b_power = b_power * gl.expand_dims(b_value_scale / scale, 0)
-        b_shrink = b_shrink * (scale_before / scale)
-    return rounded(b_power, R), b_shrink, (b_largest, b_total, scale)
+        b_power = b_power * gl.expand_dims(b_value_scale, 0)
+        b_before = b_scale * b_shrink
+        b_scale = gl.maximum(gl.maximum(b_before, gl.max(gl.abs(b_power), 1) * (1.0 / LARGEST)), TINY)
+        b_power = b_power * gl.expand_dims(1.0 / b_scale, 1)
+        b_shrink = b_before / b_scale
+    return rounded(b_power, R), b_shrink, (b_largest, b_total, b_scale)
 
 
 @gluon.jit
@@ -331,8 +334,8 @@ def free_values(memory, number, SHAPE: gl.constexpr):
 def attend(memory, numbers, query, number, masked, live, GROUP: gl.constexpr, SHAPE: gl.constexpr):
     """Attend to the chunks of an item, of which `number` is the first.
 
-    Returns the sums of weights times values, in units of the largest scale of values, that scale, and of each row the
-    largest score and the sum of weights. Sums and weights have the factor 2^OFFSET.
+    Returns of each row the sums of weights times values, their unit, the largest score, and the sum of weights. Sums
+    and weights have the factor 2^OFFSET.
     """
     HALF: gl.constexpr = SHAPE.rows // 2
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SHAPE.chunk, 32])
@@ -348,7 +351,8 @@ def attend(memory, numbers, query, number, masked, live, GROUP: gl.constexpr, SH
     # An item without keys has one chunk, whose keys are all masked.
     masked = gl.maximum(masked, 1)
     b_products = warpgroup_mma_wait(0, deps=[start_scores(memory, query, query, number, b_none, SHAPE)])
-    state = (gl.full([HALF], float("-inf"), gl.float32, ROW), partial_sums(b_none), TINY)
+    state = (gl.full([HALF], float("-inf"), gl.float32, ROW), partial_sums(b_none),
+             gl.full([HALF], 1.0, gl.float32, ROW))
     for at in range(visits - 1):
         b_weights, b_shrink, state = weigh(memory, numbers, b_products, number + at, at, masked, state, R, SHAPE)
         b_factor = gl.convert_layout(b_shrink, OUT)
@@ -361,6 +365,8 @@ def attend(memory, numbers, query, number, masked, live, GROUP: gl.constexpr, SH
         if (at + 1) % TOGETHER == 0:
             if at + 1 > TOGETHER:
                 b_output += sums.load(R) * gl.expand_dims(b_pending, 1)
+                # Threads write what they have read themselves. The compiler would put a barrier here anyway.
+                thread_barrier()
             sums.store(b_output)
             b_output = gl.zeros([HALF, SHAPE.columns], gl.float32, R)
             b_pending = gl.full([HALF], 1.0, gl.float32, OUT)
@@ -372,8 +378,8 @@ def attend(memory, numbers, query, number, masked, live, GROUP: gl.constexpr, SH
     free_values(memory, number + at, SHAPE)
     if visits > TOGETHER:
         b_output += sums.load(R) * gl.expand_dims(b_pending * b_factor, 1)
-    b_largest, b_total, scale = state
-    return b_output, scale, b_largest, gl.convert_layout(gl.sum(b_total, 1), ROW)
+    b_largest, b_total, b_scale = state
+    return b_output, b_scale, b_largest, gl.convert_layout(gl.sum(b_total, 1), ROW)
 
 
 @gluon.jit
@@ -402,26 +408,25 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, SHAPE: gl.constexpr):
                 unit = unit * score_scale
         # Exponents are scores, perhaps times -1, times a positive factor.
         is_negative = unit < 0
-        unit = gl.maximum(gl.abs(unit), TINY)
-        value_scale = 1.0
-        if SHAPE.value_scale == "head":
-            value_scale = gl.load(arrays.value_scale + o_scale)
+        # A NaN stays one.
+        unit = gl.where(gl.abs(unit) < TINY, TINY, gl.abs(unit))
         slot = count % SHAPE.query_slots
         mbarrier.wait(memory.query_full.index(slot), count // SHAPE.query_slots % 2)
         query = memory.query.index(slot).slice(GROUP * HALF, HALF)
         numbers = (first, last, slope, unit, is_negative)
-        b_output, scale, b_largest, b_sum = attend(memory, numbers, query, number, masked, live, GROUP, SHAPE)
-        if SHAPE.value_scale == "token":
-            value_scale = scale
+        b_output, b_scale, b_largest, b_sum = attend(memory, numbers, query, number, masked, live, GROUP, SHAPE)
+        if SHAPE.value_scale == "head":
+            b_scale = b_scale * gl.load(arrays.value_scale + o_scale)
         number += gl.maximum(live, 1)
         thread_barrier()
         mbarrier.arrive(memory.query_empty.index(slot), count=1)
         b_factor = finish_rows(arrays, o_row, row, queries, sequence, key_head, b_largest * unit - OFFSET,
                                b_sum, SHAPE)
+        b_weight = gl.expand_dims(gl.convert_layout(b_factor * b_scale, gl.SliceLayout(1, b_output.type.layout)), 1)
         b_factor = gl.expand_dims(gl.convert_layout(b_factor, gl.SliceLayout(1, b_output.type.layout)), 1)
         # A selection, not a product: a value that no query sees may be NaN.
         sums = memory.sums.index(GROUP)
-        sums.store(gl.where(b_factor == 0.0, 0.0, b_output * (b_factor * value_scale)))
+        sums.store(gl.where(b_factor == 0.0, 0.0, b_output * b_weight))
         thread_barrier()
         o_line = GROUP * HALF + gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(1, LINES)), 1)
         o_column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LINES)), 0)

@@ -359,7 +359,7 @@ class PagedLaunch:
                     PromptScalars,
                     num_tiles=tiles,
                     together=max(
-                        1, min(problem.key_heads, _STREAMED_BYTES // (problem.max_keys * problem.head_dim * 4))
+                        1, min(problem.key_heads, _STREAMED_BYTES // (problem.max_keys * problem.head_dim * bits // 4))
                     ),
                     max_pages=problem.max_pages,
                     num_pages=problem.num_pages,

@@ -170,7 +170,8 @@ def paged_attention(
         if local_window_size is not None:
             check_window(local_window_size, True, 1, 1)
     wanted = None
-    if query_dtype is not None and isinstance(query, torch.Tensor):
+    operands = [x for x in (query, key_pages, value_pages) if x is not None]
+    if query_dtype is not None and all(isinstance(x, torch.Tensor) for x in operands):
         dtype = getattr(torch, check_query_dtype(query_dtype, query, key_pages, value_pages))
         if query.dtype != dtype:
             wanted = query.dtype
