@@ -171,7 +171,7 @@ def test_report_is_a_table_in_a_terminal_and_lines_elsewhere(example):
         text = file.getvalue()
         assert "title" not in first and "title" in text
         assert ("│" in text) == is_terminal and ("title: requests: 0 waiting" in text) == (not is_terminal)
-        for figure in ("2 running, 0 finished, 0 cancelled", "2 of 4, 2 at most", "1,500.0 ms median", "4 tokens"):
+        for figure in ("2 running, 0 finished, 0 cancelled", "2 of 4, 2 at most", "1,500.0 ms median", "4 processed"):
             assert figure in text
         assert "0 generated" in text
 
