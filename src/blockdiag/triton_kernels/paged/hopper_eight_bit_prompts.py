@@ -251,21 +251,25 @@ def load(memory, arrays, scalars, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def free_keys(memory, number, SHAPE: gl.constexpr):
+    """Free the slot of chunk `number` of keys and scales, once all have been read."""
+    thread_barrier()
+    mbarrier.arrive(memory.key_empty.index(number % SHAPE.slots), count=1)
+
+
+@gluon.jit
 def finish_scores(memory, numbers, b_products, number, at, masked, SHAPE: gl.constexpr):
-    """Return the scores of chunk `number`, which is number `at` of its item, and its scales of values; free its slot.
+    """Return the scores of chunk `number`, which is number `at` of its item; free its slot if there are no more scales.
 
     The first `masked` chunks of the item are masked.
     """
     slot = number % SHAPE.slots
     C: gl.constexpr = gl.SliceLayout(0, b_products.type.layout)
     chunk = read_number(memory.tiles.index(slot))
-    b_value_scale = 0
-    if SHAPE.value_scale == "token":
-        b_value_scale = memory.value_scale.index(slot).load(C)
     if SHAPE.has_key_scale:
         b_products = b_products * gl.expand_dims(memory.key_scale.index(slot).load(C), 0)
-    thread_barrier()
-    mbarrier.arrive(memory.key_empty.index(slot), count=1)
+    if SHAPE.value_scale != "token":
+        free_keys(memory, number, SHAPE)
     first, last, slope, _unit, is_negative = numbers
     if SHAPE.has_score_scale and not SHAPE.has_soft_cap:
         if is_negative:
@@ -275,7 +279,7 @@ def finish_scores(memory, numbers, b_products, number, at, masked, SHAPE: gl.con
         b_score = score((first, last, slope), SHAPE, 0, r_k, b_products)
     else:
         b_score = plain_score((first, last, slope), SHAPE, 0, r_k, b_products)
-    return b_score, b_value_scale
+    return b_score
 
 
 @gluon.jit
@@ -298,7 +302,7 @@ def weigh(memory, numbers, b_products, number, at, masked, state, R: gl.constexp
     b_last, b_total, b_scale = state
     P: gl.constexpr = gl.SliceLayout(1, b_total.type.layout)
     _first, _last, _slope, unit, _is_negative = numbers
-    b_score, b_value_scale = finish_scores(memory, numbers, b_products, number, at, masked, SHAPE)
+    b_score = finish_scores(memory, numbers, b_products, number, at, masked, SHAPE)
     b_largest = gl.maximum(b_last, gl.max(b_score, 1))
     # Rows that have seen no key yet count from 0.
     b_base = gl.where(b_largest <= SHAPE.no_key, 0.0, b_largest)
@@ -307,7 +311,10 @@ def weigh(memory, numbers, b_products, number, at, masked, state, R: gl.constexp
     b_shrink = gl.exp2((b_last - b_base) * unit)
     b_total = b_total * gl.expand_dims(gl.convert_layout(b_shrink, P), 1) + partial_sums(b_power)
     if SHAPE.value_scale == "token":
-        b_power = b_power * gl.expand_dims(b_value_scale, 0)
+        # Read only now, since registers are scarce.
+        C: gl.constexpr = gl.SliceLayout(0, b_power.type.layout)
+        b_power = b_power * gl.expand_dims(memory.value_scale.index(number % SHAPE.slots).load(C), 0)
+        free_keys(memory, number, SHAPE)
         b_before = b_scale * b_shrink
         b_scale = gl.maximum(gl.maximum(b_before, gl.max(gl.abs(b_power), 1) * (1.0 / LARGEST)), TINY)
         b_power = b_power * gl.expand_dims(1.0 / b_scale, 1)
