@@ -50,6 +50,7 @@ from blockdiag.triton_kernels.paged.hopper_prompts import (
     finish_rows,
     head_rows,
     keys_of_chunk,
+    load_queries,
     per_query,
     place_of,
     plain_score,
@@ -189,11 +190,8 @@ def load_scales(memory, arrays, place, b_row, key_head, SHAPE: gl.constexpr):
 def load(memory, arrays, scalars, SHAPE: gl.constexpr):
     """Take items, announce them, and load their queries, keys and values."""
     SLOTS: gl.constexpr = SHAPE.slots
-    QUERY_SLOTS: gl.constexpr = SHAPE.query_slots
     CHUNK: gl.constexpr = SHAPE.chunk
-    ROWS: gl.constexpr = SHAPE.rows
     WIDTH: gl.constexpr = SHAPE.features
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     items = scalars.num_tiles * SHAPE.key_heads
     row_numbers = memory.row_numbers
     number = 0
@@ -208,15 +206,7 @@ def load(memory, arrays, scalars, SHAPE: gl.constexpr):
             chunk, o_key = keys_of_chunk(0, begin, live, masked_at_end, SHAPE)
             b_page = find_pages(arrays, scalars, o_key, keys, sequence, SHAPE)
             announce(memory, count, item, masked, live)
-            slot = count % QUERY_SLOTS
-            mbarrier.wait(memory.query_empty.index(slot), count // QUERY_SLOTS % 2 ^ 1)
-            o_row = gl.arange(0, ROWS, LINE)
-            b_head = head_rows(o_row, row, key_head, SHAPE)
-            # All threads have read the last rows' numbers, since `announce` has a barrier.
-            row_numbers.slice(0, ROWS).store(gl.where(o_row < queries * SHAPE.group, b_head, -1))
-            thread_barrier()
-            copy_rows(memory.query.index(slot), arrays.query, row_numbers, WIDTH, 0, ROWS, WIDTH)
-            async_copy.mbarrier_arrive(memory.query_full.index(slot), increment_count=False)
+            load_queries(memory, row_numbers, arrays, row, queries, key_head, count, SHAPE)
             visits = gl.maximum(live, 1)
             for at in range(visits):
                 place = number % SLOTS
