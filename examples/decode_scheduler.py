@@ -195,8 +195,13 @@ class Scheduler:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request before the next step, unless it has ended by then. It keeps the text generated so far."""
-        self._cancelling.append(request)
+        """End a request that waits, or that runs, before the next step. It keeps the text generated so far."""
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+            self._end(request, Status.CANCELLED)
+        elif request.status is Status.RUNNING:
+            # The device may be computing a step with it.
+            self._cancelling.append(request)
 
     def plan(self) -> Batch | None:
         """Return the next step, or None if no request is left. `complete` must follow before the next call."""
@@ -326,16 +331,12 @@ class Scheduler:
         request.pages, request.cached, request.finished_pages, request.prefix = [], 0, 0, START
 
     def _end_cancelled(self) -> None:
-        """End the requests that were cancelled since the last step."""
+        """End the running requests that were cancelled since the last step, unless that step finished them."""
         while self._cancelling:
             request = self._cancelling.pop()
-            if request.status is Status.WAITING:
-                self.waiting.remove(request)
-            elif request.status is Status.RUNNING:
+            if request.status is Status.RUNNING:
                 self.running.remove(request)
-            else:
-                continue
-            self._end(request, Status.CANCELLED)
+                self._end(request, Status.CANCELLED)
 
     def _end(self, request: Request, status: Status) -> None:
         self._release_pages(request)
