@@ -172,7 +172,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is left."""
+        """True if no request is left."""
         return not self.waiting and not self.running
 
     def submit(self, prompt: bytes, new_tokens: int) -> Request:

@@ -167,7 +167,7 @@ class PagedCase:
 
     @property
     def counts_products(self) -> bool:
-        """Whether products may take longer than reading the cache."""
+        """True if products may take longer than reading the cache."""
         return self.group in ("prompts", "latent")
 
     @property

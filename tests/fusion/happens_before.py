@@ -32,7 +32,7 @@ class Race(AssertionError):
 
 @dataclass
 class Known:
-    """What an actor knows: times and last fences of all actors, completed copies, and those that a fence followed."""
+    """The knowledge of an actor: times and last fences of all actors, completed copies, and fenced ones."""
 
     times: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))
     fences: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))

@@ -378,6 +378,7 @@ def test_valid_arguments_of_the_invalid_cases_are_accepted():
     ("changes", "message"),
     [
         (dict(query=np.zeros((2, 3, 4, 8), np.float32)), "`query` must be a tensor, got <class 'numpy.ndarray'>"),
+        (dict(key_pages=[1], query_dtype="float8_e5m2"), "`key_pages` must be a tensor, got <class 'list'>"),
         (dict(kv_lengths=np.zeros(2, np.int32)), "`kv_lengths` must be a tensor, got <class 'numpy.ndarray'>"),
         (dict(kv_lengths=torch.zeros(2, dtype=torch.int32, device="meta")), "`kv_lengths` must be on the device of"),
         (dict(via="xla"), "`via` must be None or 'jax', got 'xla'"),

@@ -131,7 +131,7 @@ class PagedProblem:
 
     @property
     def may_have_prompts(self) -> bool:
-        """Whether a sequence may have more queries than a tile of the splits' kernel."""
+        """True if a sequence may have more queries than a tile of the splits' kernel."""
         return self.query_tokens * self.group_size > _TILE_ROWS
 
     @property

@@ -170,13 +170,8 @@ def paged_attention(
         if local_window_size is not None:
             check_window(local_window_size, True, 1, 1)
     wanted = None
-    operands = [x for x in (query, key_pages, value_pages) if x is not None]
-    if query_dtype is not None and all(isinstance(x, torch.Tensor) for x in operands):
-        dtype = getattr(torch, check_query_dtype(query_dtype, query, key_pages, value_pages))
-        if query.dtype != dtype:
-            wanted = query.dtype
-            largest = torch.finfo(dtype).max
-            query = query.clamp(-largest, largest).to(dtype)
+    if query_dtype is not None:
+        wanted, query = _rounded_query(query, query_dtype, key_pages, value_pages)
     sizes: Any = local_window_size
     left, right = sizes if isinstance(sizes, (tuple, list)) else (sizes, sizes)
     arguments = PagedArguments(
@@ -201,6 +196,17 @@ def paged_attention(
     operators = torch.ops.blockdiag
     operator = operators.paged_attention if is_native else operators.paged_attention_through_jax
     return _returned(operator(*arguments._replace(**scales)), wanted, return_residual)
+
+
+def _rounded_query(query: Any, query_dtype: Any, key_pages: Any, value_pages: Any) -> tuple[torch.dtype | None, Any]:
+    """Return the dtype of the output if rounding changes it, and the query, rounded to `query_dtype`."""
+    if not all(isinstance(x, torch.Tensor) for x in (query, key_pages, value_pages) if x is not None):
+        return None, query  # the checks of the call name what is no tensor
+    dtype = getattr(torch, check_query_dtype(query_dtype, query, key_pages, value_pages))
+    if query.dtype == dtype:
+        return None, query
+    largest = torch.finfo(dtype).max
+    return query.dtype, query.clamp(-largest, largest).to(dtype)
 
 
 def _returned(results: Any, dtype: torch.dtype | None, return_residual: bool) -> Any:
