@@ -54,6 +54,10 @@ ADJUSTMENTS = (
 )
 
 
+# The kernel for latent caches on Hopper.
+LATENT = SplitConfig(rows=64, keys=64, num_warps=4, loop_stages=1, keys_first=False, masks_edges=True)
+
+
 def row_tile(problem: PagedProblem) -> int:
     """Return the rows of a tile, at least 8, which is the tensor cores' minimum for the right operand."""
     return min(64, max(8, next_power_of_2(problem.query_tokens * problem.group_size)))

@@ -7,8 +7,7 @@ It divides the work as `hopper_prompts` does. Three things differ:
   keys in a transposed chunk is the one in which threads have weights, so weights stay in their threads.
 - Weights are rounded to e4m3. They are relative to the largest weight of the row, times a power of two that uses the
   whole range.
-- The tensor cores keep about 14 bits of their sums. So every few chunks these are added to float32 sums in shared
-  memory.
+- The tensor cores keep about 14 bits of their sums. So the products of each chunk are added to float32 sums.
 
 Scales of tokens multiply products of queries and keys, or weights before they are rounded. These weights then have a
 unit of their own for each row: the largest one so far becomes 256. Tokens that a row does not see have no influence.
@@ -64,8 +63,6 @@ from blockdiag.triton_kernels.parts.resident_tiles import partial_sums
 # Weights are multiplied by 2 to this power: 256 is below 448, the largest number of e4m3.
 OFFSET = gl.constexpr(8.0)
 LARGEST = gl.constexpr(256.0)
-# Chunks whose value products the tensor cores add.
-TOGETHER = gl.constexpr(8)
 # Replaces factors that would make exponents or quotients NaN.
 TINY = gl.constexpr(1e-37)
 
@@ -91,7 +88,7 @@ class Memory(NamedTuple):
     Attributes:
         value: chunks of values as they are in the pages.
         turned: transposed chunks of values.
-        sums: float32 sums of value products, and results on their way to memory.
+        results: results of a group of warps on their way to memory.
         key_scale, value_scale: scales of the tokens of a chunk.
         row_numbers: rows in the pool of the keys of a chunk, or rows of queries.
         tiles, items, masked, live: see `dense.hopper_forward.ForwardMemory`.
@@ -101,7 +98,7 @@ class Memory(NamedTuple):
     key: Any
     value: Any
     turned: Any
-    sums: Any
+    results: Any
     key_scale: Any
     value_scale: Any
     row_numbers: Any
@@ -313,11 +310,12 @@ def weigh(memory, numbers, b_products, number, at, masked, state, R: gl.constexp
 
 
 @gluon.jit
-def start_values(memory, b_weights, b_output, number, SHAPE: gl.constexpr):
+def start_values(memory, b_weights, b_zero, number, SHAPE: gl.constexpr):
     """Start the products of weights with the values of chunk `number`."""
     slot = number % SHAPE.slots
     mbarrier.wait(memory.value_full.index(slot), number // SHAPE.slots % 2)
-    return warpgroup_mma(b_weights, memory.turned.index(slot).permute((1, 0)), b_output, is_async=True)
+    return warpgroup_mma(b_weights, memory.turned.index(slot).permute((1, 0)), b_zero, use_acc=False,
+                           is_async=True)
 
 
 @gluon.jit
@@ -328,7 +326,7 @@ def free_values(memory, number, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def attend(memory, numbers, query, number, masked, live, GROUP: gl.constexpr, SHAPE: gl.constexpr):
+def attend(memory, numbers, query, number, masked, live, SHAPE: gl.constexpr):
     """Attend to the chunks of an item, of which `number` is the first.
 
     Returns of each row the sums of weights times values, their unit, the largest score, and the sum of weights. Sums
@@ -339,11 +337,9 @@ def attend(memory, numbers, query, number, masked, live, GROUP: gl.constexpr, SH
     R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SHAPE.columns, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     OUT: gl.constexpr = gl.SliceLayout(1, R)
-    sums = memory.sums.index(GROUP)
     b_none = gl.zeros([HALF, SHAPE.chunk], gl.float32, S)
-    b_output = gl.zeros([HALF, SHAPE.columns], gl.float32, R)
-    # The factor that the sums in shared memory need.
-    b_pending = gl.full([HALF], 1.0, gl.float32, OUT)
+    b_zero = gl.zeros([HALF, SHAPE.columns], gl.float32, R)
+    b_output = b_zero
     visits = gl.maximum(live, 1)
     # An item without keys has one chunk, whose keys are all masked.
     masked = gl.maximum(masked, 1)
@@ -353,28 +349,17 @@ def attend(memory, numbers, query, number, masked, live, GROUP: gl.constexpr, SH
     for at in range(visits - 1):
         b_weights, b_shrink, state = weigh(memory, numbers, b_products, number + at, at, masked, state, R, SHAPE)
         b_factor = gl.convert_layout(b_shrink, OUT)
-        b_output = b_output * gl.expand_dims(b_factor, 1)
-        b_pending = b_pending * b_factor
         b_next = start_scores(memory, query, query, number + at + 1, b_none, SHAPE)
-        b_output = start_values(memory, b_weights, b_output, number + at, SHAPE)
-        b_output, b_products = warpgroup_mma_wait(0, deps=[b_output, b_next])
+        b_part = start_values(memory, b_weights, b_zero, number + at, SHAPE)
+        b_part, b_products = warpgroup_mma_wait(0, deps=[b_part, b_next])
         free_values(memory, number + at, SHAPE)
-        if (at + 1) % TOGETHER == 0:
-            if at + 1 > TOGETHER:
-                b_output += sums.load(R) * gl.expand_dims(b_pending, 1)
-                # Threads write what they have read themselves. The compiler would put a barrier here anyway.
-                thread_barrier()
-            sums.store(b_output)
-            b_output = gl.zeros([HALF, SHAPE.columns], gl.float32, R)
-            b_pending = gl.full([HALF], 1.0, gl.float32, OUT)
+        b_output = b_output * gl.expand_dims(b_factor, 1) + b_part
     at = visits - 1
     b_weights, b_shrink, state = weigh(memory, numbers, b_products, number + at, at, masked, state, R, SHAPE)
     b_factor = gl.convert_layout(b_shrink, OUT)
-    b_output = b_output * gl.expand_dims(b_factor, 1)
-    b_output = warpgroup_mma_wait(0, deps=[start_values(memory, b_weights, b_output, number + at, SHAPE)])
+    b_part = warpgroup_mma_wait(0, deps=[start_values(memory, b_weights, b_zero, number + at, SHAPE)])
     free_values(memory, number + at, SHAPE)
-    if visits > TOGETHER:
-        b_output += sums.load(R) * gl.expand_dims(b_pending * b_factor, 1)
+    b_output = b_output * gl.expand_dims(b_factor, 1) + b_part
     b_largest, b_total, b_scale = state
     return b_output, b_scale, b_largest, gl.convert_layout(gl.sum(b_total, 1), ROW)
 
@@ -411,7 +396,7 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, SHAPE: gl.constexpr):
         mbarrier.wait(memory.query_full.index(slot), count // SHAPE.query_slots % 2)
         query = memory.query.index(slot).slice(GROUP * HALF, HALF)
         numbers = (first, last, slope, unit, is_negative)
-        b_output, b_scale, b_largest, b_sum = attend(memory, numbers, query, number, masked, live, GROUP, SHAPE)
+        b_output, b_scale, b_largest, b_sum = attend(memory, numbers, query, number, masked, live, SHAPE)
         if SHAPE.value_scale == "head":
             b_scale = b_scale * gl.load(arrays.value_scale + o_scale)
         number += gl.maximum(live, 1)
@@ -422,16 +407,16 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, SHAPE: gl.constexpr):
         b_weight = gl.expand_dims(gl.convert_layout(b_factor * b_scale, gl.SliceLayout(1, b_output.type.layout)), 1)
         b_factor = gl.expand_dims(gl.convert_layout(b_factor, gl.SliceLayout(1, b_output.type.layout)), 1)
         # A selection, not a product: a value that no query sees may be NaN.
-        sums = memory.sums.index(GROUP)
-        sums.store(gl.where(b_factor == 0.0, 0.0, b_output * b_weight))
+        results = memory.results.index(GROUP)
+        results.store(gl.where(b_factor == 0.0, 0.0, b_output * b_weight))
         thread_barrier()
         o_line = GROUP * HALF + gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(1, LINES)), 1)
         o_column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LINES)), 0)
         b_line = head_rows(o_line, row, key_head, SHAPE)
-        gl.store(arrays.output + b_line.to(gl.int64) * WIDTH + o_column, sums.load(LINES).to(gl.bfloat16),
+        gl.store(arrays.output + b_line.to(gl.int64) * WIDTH + o_column, results.load(LINES).to(gl.bfloat16),
                  mask=(o_line < queries * SHAPE.group) & (o_column >= 0))
         count += 1
-        # It has a barrier, after which `sums` may be written again.
+        # It has a barrier, after which `results` may be written again.
         item, masked, live = next_item(memory, count)
         tile, key_head = place_of(item, scalars, SHAPE)
         row, queries, position, sequence, keys = read_tile(arrays, scalars, tile, SHAPE)
@@ -449,13 +434,13 @@ def paged_eight_bit_prompts(arrays: PromptArrays, scalars: PromptScalars, SHAPE:
     TURNED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=CHUNK, element_bitwidth=8, rank=2)
     STAGED: gl.constexpr = gl.SwizzledSharedLayout(16, 2, SHAPE.columns // 16, [1, 0])
     # Threads write pairs of numbers of four neighbouring rows at a time.
-    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    RESULTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     memory = Memory(
         query=gl.allocate_shared_memory(dtype, [QUERY_SLOTS, SHAPE.rows, SHAPE.features], ROWS_LAYOUT),
         key=gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, SHAPE.features], ROWS_LAYOUT),
         value=gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, SHAPE.columns], STAGED),
         turned=gl.allocate_shared_memory(dtype, [SHAPE.slots, SHAPE.columns, CHUNK], TURNED),
-        sums=gl.allocate_shared_memory(gl.float32, [2, SHAPE.rows // 2, SHAPE.columns], SUMS),
+        results=gl.allocate_shared_memory(gl.float32, [2, SHAPE.rows // 2, SHAPE.columns], RESULTS),
         key_scale=gl.allocate_shared_memory(gl.float32, [SLOTS, CHUNK], PLAIN),
         value_scale=gl.allocate_shared_memory(gl.float32, [SLOTS, CHUNK], PLAIN),
         row_numbers=gl.allocate_shared_memory(gl.int32, [SHAPE.rows], PLAIN),

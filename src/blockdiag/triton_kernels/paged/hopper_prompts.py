@@ -189,8 +189,9 @@ def copy_rows(target, p_source, row_numbers, columns, column, ROWS: gl.constexpr
     `row_numbers` is a buffer of numbers, `columns` the matrix's width, `column` the first of WIDTH columns.
     """
     VECTOR: gl.constexpr = 128 // target.dtype.primitive_bitwidth
-    ACROSS: gl.constexpr = WIDTH // VECTOR
-    EACH: gl.constexpr = COPIES_AT_ONCE * COPYING // ACROSS
+    ACROSS: gl.constexpr = min(WIDTH // VECTOR, 32)
+    # Eight rows have the pattern of swizzled memory.
+    EACH: gl.constexpr = max(8, COPIES_AT_ONCE * COPYING * VECTOR // WIDTH)
     LINES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
     o_column = column + gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LINES)), 0)
     for i in gl.static_range(ROWS // EACH):

@@ -31,6 +31,7 @@ from blockdiag.triton_kernels.paged.arguments import (
 )
 from blockdiag.triton_kernels.paged.configs import (
     ADJUSTMENTS,
+    LATENT,
     SPLIT_GRAIN,
     key_columns,
     prompt_slots,
@@ -137,6 +138,21 @@ def _hopper_kernel(problem: PagedProblem, target: Target) -> Literal[8, 16] | No
     if dtypes in ({"float8_e4m3fn"}, {"float8_e5m2"}) and problem.head_dim in (64, 128):
         return 8
     return None
+
+
+def _is_latent_on_hopper(problem: PagedProblem, target: Target) -> bool:
+    """Return whether the kernel for latent caches on Hopper computes the splits of a call."""
+    return (
+        target.arch == 90
+        and not problem.has_value_pages
+        and (problem.head_dim, problem.value_dim) == (576, 512)
+        and problem.query_dtype == problem.key_dtype
+        and problem.query_dtype in ("bfloat16", "float16")
+        and not (problem.has_score_scale or problem.key_scale != "none" or problem.value_scale != "none")
+        # Exponents are scores times a positive factor.
+        and problem.scale > 0
+        and problem.num_pages * problem.page_size < 2**31
+    )
 
 
 def launches(problem: PagedProblem, *, is_portable: bool = False) -> "list[PagedLaunch]":
@@ -374,6 +390,7 @@ class PagedLaunch:
 
     def _split_plan(self, target: Target) -> LaunchPlan:
         from blockdiag.triton_kernels.paged.attention import paged_splits
+        from blockdiag.triton_kernels.paged.hopper_latent import latent_splits
 
         problem, few = self._own, self.problem.few_queries
         if lacking_dtype(target.arch, problem.query_dtype, problem.key_dtype, problem.value_dtype):
@@ -381,7 +398,9 @@ class PagedLaunch:
                 f"float8_e4m3fn needs compute capability 8.9 or higher, and this GPU has {target.arch / 10}; use "
                 "float8_e5m2, or implementation='xla'"
             )
-        config = adjusted(split_config(problem, target.arch), ADJUSTMENTS, problem, self.kind, target.arch)
+        is_latent = not self.is_portable and _is_latent_on_hopper(self.problem, target)
+        config = LATENT if is_latent else split_config(problem, target.arch)
+        config = adjusted(config, ADJUSTMENTS, problem, self.kind, target.arch)
         rows = problem.query_tokens * problem.group_size
         row_tiles = -(-rows // config.rows)
         parts = max(1, problem.num_splits * row_tiles)
@@ -436,7 +455,7 @@ class PagedLaunch:
         )
         return LaunchPlan(
             name=self.name,
-            kernel=paged_splits,
+            kernel=latent_splits if is_latent else paged_splits,
             grid=(problem.batch, problem.key_heads, parts) if is_long else (parts, problem.key_heads, problem.batch),
             inputs=self.inputs,
             outputs=self.outputs,
