@@ -395,8 +395,15 @@ class _Engine:
 class _Values(Language):
     """The `gl` module of the kernel language, on NumPy arrays."""
 
-    def __init__(self, program: int, programs: int, warps: Warps, races: Races | None) -> None:
-        super().__init__(program, programs, warps)
+    def __init__(
+        self,
+        program: Sequence[int],
+        programs: Sequence[int],
+        warps: Warps,
+        warps_of_launch: int,
+        races: Races | None,
+    ) -> None:
+        super().__init__(program, programs, warps, warps_of_launch)
         self.races = races
         self.release: Callable[[], None] = lambda: None
         for name, dtype in _DTYPES.items():
@@ -542,8 +549,8 @@ def interpret_gluon(
         for i, x in enumerate(plan.outputs)
     ]
     given = {"input": [np.ascontiguousarray(x) for x in arrays], "output": outputs}
-    for program in range(plan.grid[0]):
-        _run(plan, given, program, chance, change, Races() if is_checked else None)
+    for program in np.ndindex(*plan.grid[::-1]):
+        _run(plan, given, program[::-1], chance, change, Races() if is_checked else None)
     return outputs
 
 
@@ -563,7 +570,7 @@ def _bytes_of(first: Array, second: Array, selector: int) -> Array:
 def _run(
     plan: LaunchPlan,
     given: dict[str, list[np.ndarray]],
-    program: int,
+    program: tuple[int, ...],
     chance: random.Random,
     change: Callable[[str], str],
     races: Races | None,
@@ -581,7 +588,7 @@ def _run(
     copy_engine.store_wait = engine.store_wait
     lines.commit_group, lines.wait_group = engine.commit_group, engine.wait_group
     lines.mbarrier_arrive = engine.arrive_after_copies
-    language = _Values(program, plan.grid[0], warps, races)
+    language = _Values(program, plan.grid, warps, plan.options.num_warps, races)
     language.release = engine.release
     words = {
         "gl": language, "tma": copy_engine, "async_copy": lines,

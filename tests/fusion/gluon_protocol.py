@@ -7,6 +7,7 @@ count phases as on the GPU. gluon_interpreter.py also computes the tiles.
 import builtins
 import inspect
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +18,11 @@ import numpy as np
 from triton.language import constexpr
 
 from blockdiag.triton_kernels.dense import hopper_backward, hopper_forward
-from blockdiag.triton_kernels.paged import hopper_prompts
-from blockdiag.triton_kernels.parts import resident_tiles
+from blockdiag.triton_kernels.paged import hopper_prompts, places
+from blockdiag.triton_kernels.parts import hopper_tiles, resident_tiles
 
 # In the order in which their names hide each other.
-TEMPLATES = (hopper_backward, hopper_forward, hopper_prompts)
+TEMPLATES = (hopper_tiles, hopper_backward, hopper_forward, hopper_prompts, places)
 
 
 class Deadlock(AssertionError):
@@ -270,16 +271,19 @@ class Mbarrier:
 class Language(Tile):
     """Stand-in for the `gl` module."""
 
-    def __init__(self, program: int, programs: int, warps: Warps) -> None:
-        self.program, self.programs, self.warps = program, programs, warps
+    def __init__(
+        self, program: Sequence[int], programs: Sequence[int], warps: Warps, warps_of_launch: int = 1
+    ) -> None:
+        self.program, self.programs, self.warps, self.warps_of_launch = program, programs, warps, warps_of_launch
 
     def program_id(self, axis: int) -> Number:
-        del axis
-        return Number(self.program)
+        return Number(self.program[axis])
 
     def num_programs(self, axis: int) -> Number:
-        del axis
-        return Number(self.programs)
+        return Number(self.programs[axis])
+
+    def cdiv(self, number: int, by: int) -> Number:
+        return Number(-(-number // by))
 
     def load(self, place: object) -> object:
         return Number(place.numbers[place.offset % len(place.numbers)]) if isinstance(place, Memory) else Tile()
@@ -325,7 +329,7 @@ class Language(Tile):
         # The first partition has the warps of the launch, and `sizes` are those of the others.
         self.warps.run(
             [lambda f=function, a=arguments: f(*a) for function, arguments in functions],
-            [1, *(int(size) for size in sizes)],
+            [self.warps_of_launch, *(int(size) for size in sizes)],
         )
 
 
@@ -357,7 +361,7 @@ def run_protocol(
     """
     warps = Warps(chance)
     words = {
-        "gl": Language(program, 1, warps), "tma": Tile(), "async_copy": Tile(), "mbarrier": Mbarrier(),
+        "gl": Language((program,), (1,), warps), "tma": Tile(), "async_copy": Tile(), "mbarrier": Mbarrier(),
         "tma_load": Tile(), "tma_store": Tile(), "load_async": Tile(), "reinterpret": Tile(),
         "warpgroup_mma": Tile(), "warpgroup_mma_wait": _waited,
         "make_barriers": lambda count, arrivals: Barriers(Barrier(warps, arrivals) for _ in builtins.range(count)),
@@ -383,7 +387,7 @@ def kernel_with(
         change: changes the source of the template that the kernel calls.
     """
     scope: dict[str, Any] = {
-        "gluon": _Gluon, "fence_async_shared": lambda: None, "thread_barrier": lambda: None,
+        "gluon": _Gluon, "triton": _Gluon, "tl": words["gl"], "fence_async_shared": lambda: None, "thread_barrier": lambda: None,
         "range": lambda *x: map(Number, builtins.range(*x)),
         "PROPAGATE_NAN": True,
     } | dict(words)  # fmt: skip
@@ -391,16 +395,18 @@ def kernel_with(
     for module in (resident_tiles, *templates):
         scope |= definitions_of(module)
     for source in (inspect.getsource(resident_tiles), *(change(inspect.getsource(x)) for x in templates), text):
-        exec(compile(source[source.index("@gluon.jit") :], f"<{name}>", "exec"), scope)
-        scope |= helpers
+        first = re.search(r"^@(gluon|triton)\.jit", source, re.MULTILINE)
+        assert first is not None
+        exec(compile(source[first.start() :], f"<{name}>", "exec"), scope)
+        # Helpers, and words that a template defines.
+        scope |= {**words, **helpers}
     return scope[name]
 
 
 def definitions_of(module: Any) -> dict[str, Any]:
-    """Return the constants and the types of a module with kernels."""
-    own = {key: x for key, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
+    """Return the constants of a module with kernels, and the types that it names."""
     constants = {key: x.value for key, x in vars(module).items() if isinstance(x, constexpr)}
-    return {key: x for key, x in own.items() if isinstance(x, type)} | constants
+    return {key: x for key, x in vars(module).items() if isinstance(x, type)} | constants
 
 
 def _waited(number: int, deps: Sequence[object]) -> object:

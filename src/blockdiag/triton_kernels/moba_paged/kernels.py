@@ -17,7 +17,8 @@ from blockdiag.triton_kernels.moba_paged.arguments import (
     ScoreArrays,
     ScoreScalars,
 )
-from blockdiag.triton_kernels.paged.attention import LOG2_E, cache_rows, merge_row, rows_of_heads, sequence_lengths
+from blockdiag.triton_kernels.paged.attention import LOG2_E, cache_rows, merge_row
+from blockdiag.triton_kernels.paged.places import rows_of_heads, sequence_lengths
 
 # Sentinels below every score: as a 32-bit integer, and as a 64-bit key that also holds the block number.
 NO_SCORE = tl.constexpr(-(2**31))

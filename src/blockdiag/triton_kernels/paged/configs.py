@@ -56,6 +56,8 @@ ADJUSTMENTS = (
 
 # The kernel for latent caches on Hopper.
 LATENT = SplitConfig(rows=64, keys=64, num_warps=4, loop_stages=1, keys_first=False, masks_edges=True)
+# Fewer neighbouring keys are copied by threads, not by the copy engine. Eight rows have the pattern of swizzled memory.
+FEWEST_BOX_ROWS = 8
 
 
 def row_tile(problem: PagedProblem) -> int:

@@ -1,17 +1,18 @@
 """Kernel in Gluon for Hopper: queries attend to a split of a latent cache, whose values are columns of its keys.
 
 It computes what `attention.paged_splits` does, for 16-bit keys of 576 columns with values in the first 512. A program
-has a tile of 64 rows. The results of a tile, 64 x 512, take half of the registers of a multiprocessor, so that there is
-one program on each.
+has a tile of 64 rows. The results of a tile, 64 x 512, take half of the registers of a multiprocessor, so there is one
+program on each.
 
 | warps | function | work |
 |---|---|---|
-| 4 + 4 | `add_values` | products of weights and values, for half of the columns each |
-| 4 | `weigh` | scores, weights, and their sums |
-| 4 | `load` | find keys in the pages; load queries and keys |
+| 4 + 4 | `compute` | scores and weights of every other chunk of keys; half of the columns of all value products |
+| 1 or 4 | `load_keys` or `copy_keys` | find keys in the pages, and load them |
 
-Each chunk of keys is one tile in shared memory, an operand of both products. Its last 64 columns belong to keys alone.
-Once the scores are there, the weights of the chunk take their place.
+Each chunk of keys is an operand of both products. It arrives and is freed in blocks of columns, since there is room for
+two chunks only. The last 64 columns belong to keys alone. Once a chunk has scores, its weights take their place, and
+both groups read them from there. So while a group computes the weights of a chunk, its value product with the chunk
+before is in flight, and the other group's products are, too. FlashMLA (DeepSeek, 2025) divides the work likewise.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -29,44 +30,57 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blockdiag.triton_kernels.dense.hopper_forward import LN_2, WARPS
-from blockdiag.triton_kernels.launch.gluon_names import thread_barrier
+from blockdiag.triton_kernels.dense.hopper_forward import LN_2, WARPS, read_number, write_number
+from blockdiag.triton_kernels.launch.gluon_names import thread_barrier, tma_load
 from blockdiag.triton_kernels.paged.arguments import SplitArrays, SplitScalars
-from blockdiag.triton_kernels.paged.attention import place_of, rows_of_heads, split_bounds
-from blockdiag.triton_kernels.paged.configs import SPLIT_GRAIN
 from blockdiag.triton_kernels.paged.hopper_prompts import COPYING, LOG2_E, copy_rows, find_pages, pool_rows
+from blockdiag.triton_kernels.paged.places import GRAIN, place_of, rows_of_heads, split_bounds
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 from blockdiag.triton_kernels.parts.resident_tiles import partial_sums
 
-GRAIN = gl.constexpr(SPLIT_GRAIN)
-# Chunks of keys in shared memory.
+# Chunks of keys in shared memory, and blocks of their value columns. Half of these belong to each group of warps.
 SLOTS = gl.constexpr(2)
+BLOCKS = gl.constexpr(4)
+# The order of loads. Both groups free their first block at a time.
+ORDER = gl.constexpr((0, 2, 1, 3))
+# The power of 2 up to which weights may grow before the results so far are scaled down.
+HEADROOM = gl.constexpr(8.0)
 
 
 class Memory(NamedTuple):
     """Shared memory and barriers of a program.
 
     Attributes:
-        query, query_more: the two parts of the columns of queries.
+        query, query_more: the two parts of the columns of queries, in the only slot.
+        query_slot: its number, 0.
         key: the first part of the columns of keys, which are the values.
         key_more: the second part, then the weights of the chunk.
-        shrink: factors of the results before a chunk.
-        norm: factors of the results at the end, 0 for rows that see no key.
-        row_numbers: rows in the pool of the keys of a chunk, or rows of queries.
+        base: of each row the score that the weights of a chunk are relative to.
+        shrink, grown: factors of the results before a chunk, and whether any is not 1.
+        total, total_base: of each group the sums of its weights, and the scores that they are relative to.
+        row_numbers: rows in the pool of the keys of a chunk.
+        query_rows: rows of queries.
     """
 
     query: Any
     query_more: Any
+    query_slot: Any
     key: Any
     key_more: Any
+    base: Any
     shrink: Any
-    norm: Any
+    grown: Any
+    total: Any
+    total_base: Any
     row_numbers: Any
+    query_rows: Any
     query_full: Any
     key_full: Any
     key_empty: Any
+    more_full: Any
+    more_empty: Any
     weights_full: Any
-    norm_full: Any
+    total_full: Any
 
 
 class Span(NamedTuple):
@@ -136,45 +150,132 @@ def chunks_of(span, TILE: gl.constexpr):
 
 
 @gluon.jit
-def load(memory, arrays, scalars, SHAPE: gl.constexpr, TILE: gl.constexpr, OPTIONS: gl.constexpr):
-    """Load the queries, then chunks of keys."""
-    ROWS: gl.constexpr = TILE.rows
+def columns_of(memory, block: gl.constexpr):
+    """Return a block of columns."""
+    WIDTH: gl.constexpr = memory.shape[1] // BLOCKS
+    return memory.slice(block * WIDTH, WIDTH, 1)
+
+
+@gluon.jit
+def copy_keys(memory, arrays, scalars, SHAPE: gl.constexpr, TILE: gl.constexpr, OPTIONS: gl.constexpr):
+    """Copy chunks of keys by threads, from pages of any size."""
     KEYS: gl.constexpr = TILE.keys
     COLUMNS: gl.constexpr = TILE.columns
     MORE: gl.constexpr = TILE.more_columns
+    WIDTH: gl.constexpr = SHAPE.key_heads * (COLUMNS + MORE)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     span = span_of(arrays, scalars, SHAPE, TILE, OPTIONS)
+    column = span.key_head * (COLUMNS + MORE)
     row_numbers = memory.row_numbers
-    o_row = span.first_row + gl.arange(0, ROWS, LINE)
-    b_place = rows_of_heads(o_row, span.query_row, span.key_head, SHAPE)
-    row_numbers.store(gl.where(o_row < span.rows, b_place, -1).to(gl.int32))
     o_key = span.first + gl.arange(0, KEYS, LINE)
     b_page = find_pages(arrays, scalars, o_key, span.end, span.sequence, SHAPE)
-    thread_barrier()
-    copy_rows(memory.query, arrays.query, row_numbers, COLUMNS + MORE, 0, ROWS, COLUMNS)
-    copy_rows(memory.query_more, arrays.query, row_numbers, COLUMNS + MORE, COLUMNS, ROWS, MORE)
-    async_copy.mbarrier_arrive(memory.query_full.index(0), increment_count=False)
-    WIDTH: gl.constexpr = SHAPE.key_heads * (COLUMNS + MORE)
-    column = span.key_head * (COLUMNS + MORE)
     for at in range(chunks_of(span, TILE)):
         slot = at % SLOTS
         b_row = pool_rows(scalars, b_page, o_key, span.end, SHAPE)
         # The pages of the next chunk arrive while this one is copied.
         o_key = o_key + KEYS
         b_page = find_pages(arrays, scalars, o_key, span.end, span.sequence, SHAPE)
-        mbarrier.wait(memory.key_empty.index(slot), at // SLOTS % 2 ^ 1)
         # All threads have read the numbers of the last rows.
         thread_barrier()
         row_numbers.store(b_row)
         thread_barrier()
-        copy_rows(memory.key.index(slot), arrays.key, row_numbers, WIDTH, column, KEYS, COLUMNS)
+        for i in gl.static_range(BLOCKS):
+            place = slot * BLOCKS + ORDER[i]
+            mbarrier.wait(memory.key_empty.index(place), at // SLOTS % 2 ^ 1)
+            copy_rows(columns_of(memory.key.index(slot), ORDER[i]), arrays.key, row_numbers, WIDTH,
+                      column + ORDER[i] * (COLUMNS // BLOCKS), KEYS, COLUMNS // BLOCKS)
+            async_copy.mbarrier_arrive(memory.key_full.index(place), increment_count=False)
+        mbarrier.wait(memory.more_empty.index(slot), at // SLOTS % 2 ^ 1)
         copy_rows(memory.key_more.index(slot), arrays.key, row_numbers, WIDTH, column + COLUMNS, KEYS, MORE)
-        async_copy.mbarrier_arrive(memory.key_full.index(slot), increment_count=False)
+        async_copy.mbarrier_arrive(memory.more_full.index(slot), increment_count=False)
 
 
 @gluon.jit
-def mask(b_score, r_k, b_first, b_last, span, at, OPTIONS: gl.constexpr):
-    """Return scores, -inf where a row does not see a key of chunk `at`."""
+def boxes_of(arrays, scalars, keys, key, span, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """Return the rows in the pool of the boxes of a chunk. Of keys beyond the end, any that exist are loaded."""
+    BOX: gl.constexpr = keys.block_shape[0]
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    o_key = gl.maximum(gl.minimum(key + gl.arange(0, TILE.keys // BOX, LINE) * BOX, span.end - 1), 0)
+    b_page = find_pages(arrays, scalars, o_key, span.end, span.sequence, SHAPE)
+    return pool_rows(scalars, b_page, o_key, span.end, SHAPE) // BOX * BOX
+
+
+@gluon.jit
+def load_boxes(target, full, keys, b_box, column):
+    """Have the copy engine load some columns of a chunk."""
+    BOX: gl.constexpr = keys.block_shape[0]
+    WIDTH: gl.constexpr = keys.block_shape[1]
+    BOXES: gl.constexpr = target.shape[0] // BOX
+    for i in gl.static_range(BOXES):
+        row = gl.max(gl.where(gl.arange(0, BOXES, b_box.type.layout) == i, b_box, 0), 0)
+        for j in gl.static_range(target.shape[1] // WIDTH):
+            tma_load(keys, [row, column + j * WIDTH], full, target.slice(i * BOX, BOX).slice(j * WIDTH, WIDTH, 1))
+
+
+@gluon.jit
+def load_keys(memory, arrays, scalars, keys, SHAPE: gl.constexpr, TILE: gl.constexpr, OPTIONS: gl.constexpr):
+    """Have the copy engine load chunks of keys. They lie in boxes of rows that are neighbours in a page."""
+    COLUMNS: gl.constexpr = TILE.columns
+    MORE: gl.constexpr = TILE.more_columns
+    WIDTH: gl.constexpr = COLUMNS // BLOCKS
+    span = span_of(arrays, scalars, SHAPE, TILE, OPTIONS)
+    column = span.key_head * (COLUMNS + MORE)
+    b_box = boxes_of(arrays, scalars, keys, span.first, span, SHAPE, TILE)
+    for at in range(chunks_of(span, TILE)):
+        slot = at % SLOTS
+        phase = at // SLOTS % 2
+        # The pages of the next chunk arrive while this one is loaded.
+        b_next = boxes_of(arrays, scalars, keys, span.first + (at + 1) * TILE.keys, span, SHAPE, TILE)
+        for i in gl.static_range(BLOCKS):
+            place = slot * BLOCKS + ORDER[i]
+            full = memory.key_full.index(place)
+            mbarrier.wait(memory.key_empty.index(place), phase ^ 1)
+            mbarrier.expect(full, TILE.keys * WIDTH * 2)
+            load_boxes(columns_of(memory.key.index(slot), ORDER[i]), full, keys, b_box, column + ORDER[i] * WIDTH)
+        full = memory.more_full.index(slot)
+        mbarrier.wait(memory.more_empty.index(slot), phase ^ 1)
+        mbarrier.expect(full, TILE.keys * MORE * 2)
+        load_boxes(memory.key_more.index(slot), full, keys, b_box, column + COLUMNS)
+        b_box = b_next
+
+
+@gluon.jit
+def load_query(memory, arrays, span, GROUP: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """Copy half of the rows of queries, and wait for all."""
+    HALF: gl.constexpr = TILE.rows // 2
+    COLUMNS: gl.constexpr = TILE.columns
+    MORE: gl.constexpr = TILE.more_columns
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    o_row = span.first_row + GROUP * HALF + gl.arange(0, HALF, LINE)
+    b_place = rows_of_heads(o_row, span.query_row, span.key_head, SHAPE)
+    numbers = memory.query_rows.index(GROUP)
+    numbers.store(gl.where(o_row < span.rows, b_place, -1).to(gl.int32))
+    thread_barrier()
+    query = memory.query.index(0).slice(GROUP * HALF, HALF)
+    copy_rows(query, arrays.query, numbers, COLUMNS + MORE, 0, HALF, COLUMNS)
+    query = memory.query_more.index(0).slice(GROUP * HALF, HALF)
+    copy_rows(query, arrays.query, numbers, COLUMNS + MORE, COLUMNS, HALF, MORE)
+    async_copy.mbarrier_arrive(memory.query_full.index(0), increment_count=False)
+    mbarrier.wait(memory.query_full.index(0), 0)
+    fence_async_shared()
+
+
+@gluon.jit
+def zero_values(key, rows):
+    """Zero the rows of a chunk from `rows` on. They are no keys of the sequence, and 0 * NaN would be NaN."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    m_row = gl.expand_dims(gl.arange(0, key.shape[0], gl.SliceLayout(1, LINES)), 1) < rows
+    for i in gl.static_range(key.shape[1] // 64):
+        columns = key.slice(i * 64, 64, 1)
+        b_value = columns.load(LINES)
+        # Threads write what they have read themselves. The compiler would put a barrier here anyway.
+        thread_barrier()
+        columns.store(gl.where(m_row, b_value, gl.full_like(b_value, 0.0)))
+
+
+@gluon.jit
+def mask(b_score, r_k, b_first, b_last, OPTIONS: gl.constexpr):
+    """Return scores, -inf where a row does not see a key."""
     m_seen = gl.expand_dims(r_k, 0) <= gl.expand_dims(b_last, 1)
     if OPTIONS.left is not None:
         m_seen = m_seen & (gl.expand_dims(r_k, 0) >= gl.expand_dims(b_first, 1))
@@ -182,89 +283,231 @@ def mask(b_score, r_k, b_first, b_last, span, at, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def weigh(memory, arrays, scalars, SHAPE: gl.constexpr, TILE: gl.constexpr, OPTIONS: gl.constexpr):
-    """Compute the weights of each chunk, and what belongs to rows: the factors of results and the log-sum-exps."""
+def start_scores(memory, at, b_none, IS_COPIED: gl.constexpr):
+    """Start the products of queries with chunk `at` of keys, as its blocks arrive."""
+    # If it knew this number, the compiler would keep all descriptors of products in registers, which there are not.
+    query_slot = read_number(memory.query_slot)
+    slot = (at + query_slot) % SLOTS
+    query = memory.query.index(query_slot)
+    b_score = b_none
+    for i in gl.static_range(BLOCKS):
+        mbarrier.wait(memory.key_full.index(slot * BLOCKS + ORDER[i]), at // SLOTS % 2)
+        if IS_COPIED:
+            fence_async_shared()
+        key = columns_of(memory.key.index(slot), ORDER[i])
+        b_score = warpgroup_mma(columns_of(query, ORDER[i]), key.permute((1, 0)), b_score, use_acc=i > 0,
+                                is_async=True)
+    mbarrier.wait(memory.more_full.index(slot), at // SLOTS % 2)
+    if IS_COPIED:
+        fence_async_shared()
+    query = memory.query_more.index(query_slot)
+    return warpgroup_mma(query, memory.key_more.index(slot).permute((1, 0)), b_score, is_async=True)
+
+
+@gluon.jit
+def weigh(memory, at, b_score, b_before, numbers, span, IS_COPIED: gl.constexpr, TILE: gl.constexpr,
+          OPTIONS: gl.constexpr):
+    """Return the weights of chunk `at`, what they are relative to, and the factors of the results before them.
+
+    Weights are relative to an earlier score of the row until one exceeds it by a factor of 2^HEADROOM.
+    """
+    b_first, b_last, hidden_before, hidden_after, unit, slope = numbers
+    key = span.first + at * TILE.keys
+    if OPTIONS.has_soft_cap:
+        # tanh(x) = 1 - 2 / (1 + e^2x), which is accurate enough at both ends.
+        b_score = 1.0 - 2.0 / (1.0 + gl.exp2(b_score * slope))
+    if (key + TILE.keys > hidden_after) | (key < hidden_before):
+        r_k = key + gl.arange(0, TILE.keys, gl.SliceLayout(0, b_score.type.layout))
+        b_score = mask(b_score, r_k, b_first, b_last, OPTIONS)
+    b_largest = gl.max(b_score, 1)
+    # False for rows that have seen no key yet.
+    m_grown = (b_largest - b_before) * unit > HEADROOM
+    b_base = gl.where(m_grown, b_largest, b_before)
+    b_power = gl.exp2(b_score * unit - gl.expand_dims(counted_from(b_base) * unit, 1))
+    b_shrink = gl.where(m_grown, gl.exp2((b_before - b_base) * unit), 1.0)
+    return b_power, b_base, b_shrink, gl.max(m_grown.to(gl.int32), 0)
+
+
+@gluon.jit
+def counted_from(b_base):
+    """Return scores that weights are relative to; 0 for rows that have seen no key yet."""
+    return gl.where(b_base == float("-inf"), 0.0, b_base)
+
+
+@gluon.jit
+def publish(memory, at, b_power, b_base, b_shrink, grown, span, IS_COPIED: gl.constexpr, TILE: gl.constexpr):
+    """Hand the weights of chunk `at` to both groups."""
+    slot = at % SLOTS
+    # All warps' products have completed, so weights can take the place of keys.
+    thread_barrier()
+    if not IS_COPIED:
+        rows = span.end - span.first - at * TILE.keys
+        if rows < TILE.keys:
+            zero_values(memory.key.index(slot), rows)
+    memory.key_more.index(slot).store(b_power.to(memory.key_more.dtype))
+    memory.base.index(slot).store(b_base)
+    memory.shrink.index(slot).store(b_shrink)
+    write_number(memory.grown.index(slot), grown)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(memory.weights_full.index(slot), count=1)
+
+
+@gluon.jit
+def start_values(memory, at, b_output, GROUP: gl.constexpr, IS_COPIED: gl.constexpr):
+    """Start the products of the weights of chunk `at`, which have been published, with half of the value columns."""
+    WIDTH: gl.constexpr = b_output.shape[1]
+    slot = at % SLOTS
+    if IS_COPIED:
+        # These have arrived, because the weights have been computed from them.
+        for i in gl.static_range(BLOCKS // 2):
+            mbarrier.wait(memory.key_full.index(slot * BLOCKS + GROUP * (BLOCKS // 2) + i), at // SLOTS % 2)
+        fence_async_shared()
+    if read_number(memory.grown.index(slot)) > 0:
+        b_shrink = memory.shrink.index(slot).load(gl.SliceLayout(1, b_output.type.layout))
+        b_output = b_output * gl.expand_dims(b_shrink, 1)
+    value = memory.key.index(slot).slice(GROUP * WIDTH, WIDTH, 1)
+    return warpgroup_mma(memory.key_more.index(slot), value, b_output, is_async=True)
+
+
+@gluon.jit
+def finish_values(memory, at, b_output, GROUP: gl.constexpr):
+    """Return the results once their products with chunk `at` have completed, and free the group's blocks of it."""
+    slot = at % SLOTS
+    b_output = warpgroup_mma_wait(0, deps=[b_output])
+    thread_barrier()
+    for i in gl.static_range(BLOCKS // 2):
+        mbarrier.arrive(memory.key_empty.index(slot * BLOCKS + GROUP * (BLOCKS // 2) + i), count=1)
+    mbarrier.arrive(memory.more_empty.index(slot), count=1)
+    return b_output
+
+
+@gluon.jit
+def compute(memory, arrays, scalars, GROUP: gl.constexpr, IS_COPIED: gl.constexpr, SHAPE: gl.constexpr,
+            TILE: gl.constexpr, OPTIONS: gl.constexpr):
+    """Weigh every other chunk of keys, and compute half of the columns of the results."""
     KEYS: gl.constexpr = TILE.keys
-    GROUP: gl.constexpr = SHAPE.group_size
+    HEADS: gl.constexpr = SHAPE.group_size
+    WIDTH: gl.constexpr = TILE.value_columns // 2
+    RIGHT: gl.constexpr = 0 if OPTIONS.is_causal and OPTIONS.right is None else OPTIONS.right
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
+    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     span = span_of(arrays, scalars, SHAPE, TILE, OPTIONS)
     o_row = span.first_row + gl.arange(0, TILE.rows, ROW)
-    m_row = o_row < span.rows
-    b_position = span.position + o_row // GROUP
+    b_position = span.position + o_row // HEADS
     b_first = b_position
+    b_last = gl.full_like(b_position, 0) + (span.end - 1)
+    # Chunks with keys before the one, or from the other on, are masked.
+    hidden_before = 0
+    hidden_after = span.end
     if OPTIONS.left is not None:
         b_first = b_position - OPTIONS.left
-    b_last = gl.full_like(b_position, 0) + (span.end - 1)
-    # The first position after which a key is hidden from some row, and the last before which it is.
-    hidden_after = span.end
-    if OPTIONS.right is not None:
-        b_last = gl.minimum(b_last, b_position + OPTIONS.right)
-        hidden_after = gl.minimum(hidden_after, span.position + span.first_row // GROUP + OPTIONS.right + 1)
-    hidden_before = 0
-    if OPTIONS.left is not None:
         hidden_before = gl.max(b_first, 0)
+    if RIGHT is not None:
+        b_last = gl.minimum(b_last, b_position + RIGHT)
+        hidden_after = gl.minimum(hidden_after, span.position + span.first_row // HEADS + RIGHT + 1)
     unit = scalars.scale * LOG2_E
     slope = 0.0
     if OPTIONS.has_soft_cap:
         slope = 2.0 * unit / scalars.soft_cap
         unit = scalars.soft_cap * LOG2_E
+    numbers = (b_first, b_last, hidden_before, hidden_after, unit, slope)
     b_none = gl.zeros([TILE.rows, KEYS], gl.float32, S)
-    b_largest = gl.full([TILE.rows], float("-inf"), gl.float32, ROW)
+    b_output = gl.zeros([TILE.rows, WIDTH], gl.float32, R)
+    b_base = gl.full([TILE.rows], float("-inf"), gl.float32, ROW)
     b_total = partial_sums(b_none)
     PART: gl.constexpr = gl.SliceLayout(1, b_total.type.layout)
-    mbarrier.wait(memory.query_full.index(0), 0)
-    for at in range(chunks_of(span, TILE)):
-        slot = at % SLOTS
-        mbarrier.wait(memory.key_full.index(slot), at // SLOTS % 2)
-        fence_async_shared()
-        b_score = warpgroup_mma(memory.query, memory.key.index(slot).permute((1, 0)), b_none, use_acc=False,
-                                is_async=True)
-        b_score = warpgroup_mma(memory.query_more, memory.key_more.index(slot).permute((1, 0)), b_score, is_async=True)
-        b_score = warpgroup_mma_wait(0, deps=[b_score])
-        if OPTIONS.has_soft_cap:
-            # tanh(x) = 1 - 2 / (1 + e^2x), which is accurate enough at both ends.
-            b_score = 1.0 - 2.0 / (1.0 + gl.exp2(b_score * slope))
-        key = span.first + at * KEYS
-        if (key + KEYS > hidden_after) | (key < hidden_before):
-            b_score = mask(b_score, key + gl.arange(0, KEYS, gl.SliceLayout(0, S)), b_first, b_last, span, at, OPTIONS)
-        b_before = b_largest
-        b_largest = gl.maximum(b_before, gl.max(b_score, 1))
-        # Rows that have seen no key yet count from 0.
-        b_base = gl.where(b_largest == float("-inf"), 0.0, b_largest) * unit
-        b_power = gl.exp2(b_score * unit - gl.expand_dims(b_base, 1))
-        b_shrink = gl.exp2(b_before * unit - b_base)
-        b_total = b_total * gl.expand_dims(gl.convert_layout(b_shrink, PART), 1) + partial_sums(b_power)
-        # All warps' products have completed, so weights can take the place of keys.
-        thread_barrier()
-        memory.key_more.index(slot).store(b_power.to(memory.key_more.dtype))
-        memory.shrink.index(slot).store(b_shrink)
-        fence_async_shared()
-        thread_barrier()
-        mbarrier.arrive(memory.weights_full.index(slot), count=1)
-    b_sum = gl.convert_layout(gl.sum(b_total, 1), ROW)
+    chunks = chunks_of(span, TILE)
+    load_query(memory, arrays, span, GROUP, SHAPE, TILE)
+    if GROUP == 0:
+        if chunks > 0:
+            b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, 0, b_none, IS_COPIED)])
+            b_power, b_base, b_shrink, grown = weigh(memory, 0, b_score, b_base, numbers, span, IS_COPIED, TILE, OPTIONS)
+            publish(memory, 0, b_power, b_base, b_shrink, grown, span, IS_COPIED, TILE)
+            b_total = partial_sums(b_power)
+            b_output = finish_values(memory, 0, start_values(memory, 0, b_output, GROUP, IS_COPIED), GROUP)
+    for at in range(2 - GROUP, chunks, 2):
+        last = (at - 1) % SLOTS
+        # The first group frees the last chunk before its scores, since the other group waits for the slot. The other
+        # one has its scores by the time the first group has weights.
+        if GROUP == 1:
+            b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, at, b_none, IS_COPIED)])
+        mbarrier.wait(memory.weights_full.index(last), (at - 1) // SLOTS % 2)
+        b_before = memory.base.index(last).load(ROW)
+        b_output = start_values(memory, at - 1, b_output, GROUP, IS_COPIED)
+        if GROUP == 0:
+            b_output = finish_values(memory, at - 1, b_output, GROUP)
+            b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, at, b_none, IS_COPIED)])
+        b_last_base = b_base
+        b_power, b_base, b_shrink, grown = weigh(memory, at, b_score, b_before, numbers, span, IS_COPIED, TILE, OPTIONS)
+        if GROUP == 1:
+            b_output = finish_values(memory, at - 1, b_output, GROUP)
+        publish(memory, at, b_power, b_base, b_shrink, grown, span, IS_COPIED, TILE)
+        b_output = start_values(memory, at, b_output, GROUP, IS_COPIED)
+        # The group has not seen how the base grew in the chunk between.
+        b_factor = gl.exp2((b_last_base - counted_from(b_base)) * unit)
+        b_total = b_total * gl.expand_dims(gl.convert_layout(b_factor, PART), 1) + partial_sums(b_power)
+        b_output = finish_values(memory, at, b_output, GROUP)
+    # The other group's last chunk.
+    if (chunks > 0) & ((chunks - 1) % 2 != GROUP):
+        mbarrier.wait(memory.weights_full.index((chunks - 1) % SLOTS), (chunks - 1) // SLOTS % 2)
+        b_output = finish_values(memory, chunks - 1, start_values(memory, chunks - 1, b_output, GROUP, IS_COPIED), GROUP)
+    memory.total.index(GROUP).store(gl.convert_layout(gl.sum(b_total, 1), ROW))
+    memory.total_base.index(GROUP).store(b_base)
+    thread_barrier()
+    mbarrier.arrive(memory.total_full.index(0), count=1)
+    mbarrier.wait(memory.total_full.index(0), 0)
+    store_results(memory, arrays, b_output, unit, span, GROUP, SHAPE, TILE, OPTIONS)
+
+
+@gluon.jit
+def store_results(memory, arrays, b_output, unit, span, GROUP: gl.constexpr, SHAPE: gl.constexpr,
+                  TILE: gl.constexpr, OPTIONS: gl.constexpr):
+    """Store half of the columns of the results; the first group stores the log-sum-exps, too."""
+    WIDTH: gl.constexpr = b_output.shape[1]
+    ROW: gl.constexpr = gl.SliceLayout(1, b_output.type.layout)
+    o_row = span.first_row + gl.arange(0, TILE.rows, ROW)
+    b_base = memory.total_base.index(0).load(ROW)
+    b_other = memory.total_base.index(1).load(ROW)
+    b_largest = counted_from(gl.maximum(b_base, b_other))
+    b_sum = memory.total.index(0).load(ROW) * gl.exp2((b_base - b_largest) * unit)
+    b_sum += memory.total.index(1).load(ROW) * gl.exp2((b_other - b_largest) * unit)
     b_exponent = b_largest * unit
     b_factor = gl.full_like(b_sum, 1.0)
     if OPTIONS.is_whole and OPTIONS.has_sinks:
         # The sink adds to the softmax's denominator but has no value.
-        b_sink = gl.load(arrays.sinks + span.key_head * GROUP + o_row % GROUP) * LOG2_E
-        b_base = gl.maximum(b_exponent, b_sink)
-        # Both may be -inf.
-        b_base = gl.where(b_base == float("-inf"), 0.0, b_base)
-        b_factor = gl.exp2(b_exponent - b_base)
-        b_sum = b_sum * b_factor + gl.exp2(b_sink - b_base)
-        b_exponent = b_base
+        b_sink = gl.load(arrays.sinks + span.key_head * SHAPE.group_size + o_row % SHAPE.group_size) * LOG2_E
+        b_exponent = gl.where(b_sum == 0, float("-inf"), b_exponent)
+        b_larger = counted_from(gl.maximum(b_exponent, b_sink))
+        b_factor = gl.exp2(b_exponent - b_larger)
+        b_sum = b_sum * b_factor + gl.exp2(b_sink - b_larger)
+        b_exponent = b_larger
     is_empty = b_sum == 0
+    b_norm = gl.where(is_empty, 0.0, b_factor / b_sum)
+    m_row = o_row < span.rows
+    m_written = o_row < span.written
+    b_place = place_in(o_row, span, SHAPE, OPTIONS)
     b_log_sum = gl.where(is_empty | (o_row >= span.rows), float("-inf"), b_exponent + gl.log2(b_sum))
-    memory.norm.store(gl.where(is_empty, 0.0, b_factor / b_sum))
-    thread_barrier()
-    mbarrier.arrive(memory.norm_full.index(0), count=1)
     if OPTIONS.is_whole:
         p_log_sum = arrays.log_sum
         b_log_sum = b_log_sum * LN_2
+        target = arrays.output
+        m_store = m_written
+        b_norm = gl.where(m_row, b_norm, 0.0)
     else:
         p_log_sum = arrays.part_sum
-    gl.store(p_log_sum + place_in(o_row, span, SHAPE, OPTIONS), b_log_sum, mask=o_row < span.written)
+        target = arrays.part
+        # Parts of rows that saw no key are not stored, because the merge ignores them.
+        m_store = m_row & (b_norm != 0)
+    if GROUP == 0:
+        gl.store(p_log_sum + b_place, b_log_sum, mask=m_written)
+    b_norm = gl.expand_dims(b_norm, 1)
+    o_column = GROUP * WIDTH + gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, b_output.type.layout)), 0)
+    # A selection, not a product: a value that no query sees may be NaN.
+    b_output = gl.where(b_norm == 0.0, 0.0, b_output * b_norm).to(target.dtype.element_ty)
+    gl.store(target + gl.expand_dims(b_place, 1) * SHAPE.value_dim + o_column, b_output,
+             mask=gl.expand_dims(m_store, 1) & (o_column >= 0))
 
 
 @gluon.jit
@@ -280,79 +523,59 @@ def place_in(o_row, span, SHAPE: gl.constexpr, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def add_values(memory, arrays, scalars, HALF: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr,
-               OPTIONS: gl.constexpr):
-    """Compute half of the columns of the results."""
-    WIDTH: gl.constexpr = TILE.value_columns // 2
-    # An instruction with more columns needs more registers than a thread has at the start.
-    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH // 2, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, R)
-    span = span_of(arrays, scalars, SHAPE, TILE, OPTIONS)
-    b_output = gl.zeros([TILE.rows, WIDTH], gl.float32, R)
-    for at in range(chunks_of(span, TILE)):
-        slot = at % SLOTS
-        mbarrier.wait(memory.weights_full.index(slot), at // SLOTS % 2)
-        # These have arrived, because the weights have been computed from them.
-        mbarrier.wait(memory.key_full.index(slot), at // SLOTS % 2)
-        fence_async_shared()
-        b_output = b_output * gl.expand_dims(memory.shrink.index(slot).load(ROW), 1)
-        value = memory.key.index(slot).slice(HALF * WIDTH, WIDTH, 1)
-        b_output = warpgroup_mma(memory.key_more.index(slot), value, b_output, is_async=True)
-        b_output = warpgroup_mma_wait(0, deps=[b_output])
-        thread_barrier()
-        mbarrier.arrive(memory.key_empty.index(slot), count=1)
-    o_row = span.first_row + gl.arange(0, TILE.rows, ROW)
-    mbarrier.wait(memory.norm_full.index(0), 0)
-    b_norm = memory.norm.load(ROW)
-    if OPTIONS.is_whole:
-        target = arrays.output
-        m_store = o_row < span.written
-        b_norm = gl.where(o_row < span.rows, b_norm, 0.0)
-    else:
-        target = arrays.part
-        # Parts of rows that saw no key are not stored, because the merge ignores them.
-        m_store = (o_row < span.rows) & (b_norm != 0)
-    b_norm = gl.expand_dims(b_norm, 1)
-    o_column = HALF * WIDTH + gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, R)), 0)
-    b_place = gl.expand_dims(place_in(o_row, span, SHAPE, OPTIONS), 1) * SHAPE.value_dim + o_column
-    # A selection, not a product: a value that no query sees may be NaN.
-    b_output = gl.where(b_norm == 0.0, 0.0, b_output * b_norm)
-    gl.store(target + b_place, b_output.to(target.dtype.element_ty),
-             mask=gl.expand_dims(m_store, 1) & (o_column >= 0))
-
-
-@gluon.jit
-def latent_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: gl.constexpr, TILE: gl.constexpr,
+def latent_splits(arrays: SplitArrays, keys, scalars: SplitScalars, SHAPE: gl.constexpr, TILE: gl.constexpr,
                   OPTIONS: gl.constexpr):
-    """Compute the attention of a tile of rows to the keys of one split; see `attention.paged_splits`."""
+    """Compute the attention of a tile of rows to the keys of one split; see `attention.paged_splits`.
+
+    `keys` is a descriptor of boxes of keys; None if their pages, or splits, begin anywhere.
+    """
+    IS_COPIED: gl.constexpr = keys is None
     dtype: gl.constexpr = arrays.query.dtype.element_ty
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     # Weights take the place of the second part of keys.
     gl.static_assert(TILE.rows == TILE.keys and TILE.keys == TILE.more_columns)
     memory = Memory(
-        query=gl.allocate_shared_memory(dtype, [TILE.rows, TILE.columns], TILES),
-        query_more=gl.allocate_shared_memory(dtype, [TILE.rows, TILE.more_columns], TILES),
+        query=gl.allocate_shared_memory(dtype, [1, TILE.rows, TILE.columns], TILES),
+        query_more=gl.allocate_shared_memory(dtype, [1, TILE.rows, TILE.more_columns], TILES),
+        query_slot=gl.allocate_shared_memory(gl.int32, [1], PLAIN),
         key=gl.allocate_shared_memory(dtype, [SLOTS, TILE.keys, TILE.columns], TILES),
         key_more=gl.allocate_shared_memory(dtype, [SLOTS, TILE.keys, TILE.more_columns], TILES),
+        base=gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.rows], PLAIN),
         shrink=gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.rows], PLAIN),
-        norm=gl.allocate_shared_memory(gl.float32, [TILE.rows], PLAIN),
-        row_numbers=gl.allocate_shared_memory(gl.int32, [TILE.rows], PLAIN),
-        query_full=make_barriers(1, COPYING),
-        key_full=make_barriers(SLOTS, COPYING),
-        key_empty=make_barriers(SLOTS, 2),
+        grown=gl.allocate_shared_memory(gl.int32, [SLOTS, 1], PLAIN),
+        total=gl.allocate_shared_memory(gl.float32, [2, TILE.rows], PLAIN),
+        total_base=gl.allocate_shared_memory(gl.float32, [2, TILE.rows], PLAIN),
+        row_numbers=gl.allocate_shared_memory(gl.int32, [TILE.keys], PLAIN),
+        query_rows=gl.allocate_shared_memory(gl.int32, [2, TILE.rows // 2], PLAIN),
+        query_full=make_barriers(1, 2 * COPYING),
+        key_full=make_barriers(SLOTS * BLOCKS, COPYING if IS_COPIED else 1),
+        key_empty=make_barriers(SLOTS * BLOCKS, 1),
+        more_full=make_barriers(SLOTS, COPYING if IS_COPIED else 1),
+        more_empty=make_barriers(SLOTS, 2),
         weights_full=make_barriers(SLOTS, 1),
-        norm_full=make_barriers(1, 1),
+        total_full=make_barriers(1, 2),
     )
+    write_number(memory.query_slot, 0)
     fence_async_shared()
     thread_barrier()
-    gl.warp_specialize(
-        [
-            (add_values, (memory, arrays, scalars, 0, SHAPE, TILE, OPTIONS)),
-            (add_values, (memory, arrays, scalars, 1, SHAPE, TILE, OPTIONS)),
-            (weigh, (memory, arrays, scalars, SHAPE, TILE, OPTIONS)),
-            (load, (memory, arrays, scalars, SHAPE, TILE, OPTIONS)),
-        ],
-        [4, 4, 4],
-        [168, 120, 48],
-    )
+    if IS_COPIED:
+        gl.warp_specialize(
+            [
+                (compute, (memory, arrays, scalars, 0, IS_COPIED, SHAPE, TILE, OPTIONS)),
+                (compute, (memory, arrays, scalars, 1, IS_COPIED, SHAPE, TILE, OPTIONS)),
+                (copy_keys, (memory, arrays, scalars, SHAPE, TILE, OPTIONS)),
+            ],
+            [4, 4],
+            [224, 56],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (compute, (memory, arrays, scalars, 0, IS_COPIED, SHAPE, TILE, OPTIONS)),
+                (compute, (memory, arrays, scalars, 1, IS_COPIED, SHAPE, TILE, OPTIONS)),
+                (load_keys, (memory, arrays, scalars, keys, SHAPE, TILE, OPTIONS)),
+            ],
+            [4, 1],
+            [224, 56],
+        )

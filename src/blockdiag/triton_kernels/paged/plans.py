@@ -8,8 +8,10 @@ from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, KERNEL_FLOATS, lackin
 from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.launch.compiler_versions import adjusted
 from blockdiag.triton_kernels.launch.plan import (
+    Argument,
     CompileOptions,
     Constexpr,
+    Descriptor,
     LaunchPlan,
     Scalar,
     Target,
@@ -31,6 +33,7 @@ from blockdiag.triton_kernels.paged.arguments import (
 )
 from blockdiag.triton_kernels.paged.configs import (
     ADJUSTMENTS,
+    FEWEST_BOX_ROWS,
     LATENT,
     SPLIT_GRAIN,
     key_columns,
@@ -462,6 +465,7 @@ class PagedLaunch:
             aliases=self._aliases,
             arguments={
                 "arrays": array_group(SplitArrays, self.input_names, self.output_names),
+                **({"keys": self._key_boxes(tile.is_aligned)} if is_latent else {}),
                 "scalars": scalar_group(
                     SplitScalars,
                     num_tiles=problem.num_tiles or 0,
@@ -478,6 +482,22 @@ class PagedLaunch:
                 "OPTIONS": Constexpr(options),
             },
             options=CompileOptions(num_warps=config.num_warps, num_stages=config.loop_stages),
+        )
+
+    def _key_boxes(self, is_aligned: bool) -> Argument:
+        """Return a descriptor of rows that are neighbours in a page, or None if tiles of keys begin anywhere."""
+        from triton.experimental.gluon import language as gl
+
+        problem = self.problem
+        rows = math.gcd(problem.page_size, LATENT.keys) if problem.has_page_table else LATENT.keys
+        if rows < FEWEST_BOX_ROWS or not is_aligned:
+            return Constexpr(None)
+        return Descriptor(
+            "input",
+            self.input_names.index("key"),
+            (problem.num_pages * problem.page_size, problem.key_heads * problem.head_dim),
+            (rows, 64),
+            gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
         )
 
     def _merge_plan(self) -> LaunchPlan:
