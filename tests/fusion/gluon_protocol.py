@@ -271,9 +271,7 @@ class Mbarrier:
 class Language(Tile):
     """Stand-in for the `gl` module."""
 
-    def __init__(
-        self, program: Sequence[int], programs: Sequence[int], warps: Warps, warps_of_launch: int = 1
-    ) -> None:
+    def __init__(self, program: Sequence[int], programs: Sequence[int], warps: Warps, warps_of_launch: int = 1) -> None:
         self.program, self.programs, self.warps, self.warps_of_launch = program, programs, warps, warps_of_launch
 
     def program_id(self, axis: int) -> Number:
@@ -387,7 +385,8 @@ def kernel_with(
         change: changes the source of the template that the kernel calls.
     """
     scope: dict[str, Any] = {
-        "gluon": _Gluon, "triton": _Gluon, "tl": words["gl"], "fence_async_shared": lambda: None, "thread_barrier": lambda: None,
+        "gluon": _Gluon, "triton": _Gluon, "tl": words["gl"],
+        "fence_async_shared": lambda: None, "thread_barrier": lambda: None,
         "range": lambda *x: map(Number, builtins.range(*x)),
         "PROPAGATE_NAN": True,
     } | dict(words)  # fmt: skip
@@ -398,8 +397,8 @@ def kernel_with(
         first = re.search(r"^@(gluon|triton)\.jit", source, re.MULTILINE)
         assert first is not None
         exec(compile(source[first.start() :], f"<{name}>", "exec"), scope)
-        # Helpers, and words that a template defines.
-        scope |= {**words, **helpers}
+        # A template defines the barriers of the GPU.
+        scope |= {"make_barriers": words["make_barriers"], **helpers}
     return scope[name]
 
 

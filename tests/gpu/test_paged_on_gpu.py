@@ -37,6 +37,10 @@ CASES = {
     ),
     "wide heads, contiguous": replace(head_dim=256, page_size=None, is_causal=False, window=(90, 7), query_tokens=2),
     "queries of eight bits": replace(dtype=E5M2, cache_dtype=E4M3, value_scale="head"),
+    "latent": replace(
+        is_latent=True, head_dim=576, value_dim=512, query_heads=128, key_heads=1, page_size=64, num_splits=3,
+        query_tokens=3, query_lengths=(3, 1, 0, 2, 3, 2), window=(300, None), sinks=True, scale=0.07,
+    ),
     "narrow heads, float32": replace(dtype="float32", head_dim=8, value_dim=24, query_heads=5, key_heads=1),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The kernel of latent caches for Hopper, in the interpreter: results, schedules of warps, and the order of accesses."""
+"""The kernel of latent caches for Hopper in the interpreter: results, schedules of warps, the order of accesses."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from blockdiag.ops.paged import reference
 from blockdiag.ops.paged.packed import canonical_queries
 from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.launch.plan import Constexpr, Target
-from blockdiag.triton_kernels.paged.plans import PagedLaunch, launches
+from blockdiag.triton_kernels.paged.plans import launches
 from tests.fusion.gluon_interpreter import interpret_gluon
 from tests.fusion.gluon_protocol import Slow
 
@@ -40,7 +40,8 @@ PROBLEMS = {
         BASE, query_tokens=7, page_size=16, num_pages=80, max_pages=24, window=(90, None), soft_cap=5.0, num_splits=1
     ),
     "pages of 3, both sides": dataclasses.replace(
-        BASE, query_tokens=3, page_size=3, num_pages=400, max_pages=128, is_causal=False, window=(200, 20)
+        BASE, query_tokens=3, page_size=3, num_pages=400, max_pages=128, is_causal=False, window=(300, 20),
+        num_splits=1,
     ),
     "contiguous, splits of 96 keys": dataclasses.replace(
         BASE, has_page_table=False, num_pages=3, page_size=384, max_pages=1, num_splits=4, split_size=96
@@ -98,15 +99,18 @@ def plans_of(problem):
         yield launch, plan
 
 
+def launch_of(problem):
+    """Return the plan of the first launch, and its inputs."""
+    (launch, plan), arrays = next(plans_of(problem)), inputs_of(problem)
+    return plan, [arrays[name] for name in launch.input_names]
+
+
 def interpreted(problem, **options):
     """Return output and log-sum-exp."""
     arrays = inputs_of(problem)
     for launch, plan in plans_of(problem):
         given = [arrays[name] for name in launch.input_names]
-        if launch.kind == "merge":
-            results = merged(launch, arrays)
-        else:
-            results = interpret_gluon(plan, *given, **options)
+        results = merged(launch, arrays) if launch.kind == "merge" else interpret_gluon(plan, *given, **options)
         arrays |= dict(zip(launch.output_names, results, strict=True))
     return np.asarray(arrays["output"], np.float32), np.asarray(arrays["log_sum"])
 
@@ -154,8 +158,7 @@ def test_kernel_matches_the_reference(name):
 
 
 def test_keys_are_loaded_by_the_copy_engine_where_pages_are_large_enough():
-    boxes = {name: [plan.arguments["keys"] for launch, plan in plans_of(x) if launch.kind != "merge"][0]
-             for name, x in PROBLEMS.items()}  # fmt: skip
+    boxes = {name: launch_of(problem)[0].arguments["keys"] for name, problem in PROBLEMS.items()}
     copied = {"pages of 3, both sides", "contiguous, splits of 96 keys"}
     assert {name for name, box in boxes.items() if box == Constexpr(None)} == copied
     assert boxes["decoding"].block_shape == (64, 64)

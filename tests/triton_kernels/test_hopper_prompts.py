@@ -68,7 +68,7 @@ PROBLEMS = {
 }  # fmt: skip
 # The first sequence has too few queries, and the rows after the last one belong to none.
 KEYS, OFFSETS = [9, 300, 130], [0, 3, 63, 140]
-# With 18 chunks, sums leave the tensor cores twice.
+# 18 chunks.
 MANY_KEYS = [9, 2300, 130]
 # The delays of the partitions, in seconds: the two compute groups, and load.
 SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE = (0, 0, 1e-3), (1e-3, 0, 0), (5e-4, 5e-4, 0)

@@ -10,14 +10,15 @@ from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule
 from blockdiag.triton_kernels.dense import hopper_backward, hopper_forward
 from blockdiag.triton_kernels.launch import plan as launch_plan
 from blockdiag.triton_kernels.launch.plan import Target
-from blockdiag.triton_kernels.paged import hopper_eight_bit_prompts, hopper_prompts
+from blockdiag.triton_kernels.paged import hopper_eight_bit_prompts, hopper_latent, hopper_prompts
 from tests.fusion.codegen import test_one_pass, test_streamed
 from tests.fusion.gluon_interpreter import interpret_gluon
 from tests.fusion.thresholds import lifted
-from tests.triton_kernels import test_hopper_prompts
+from tests.triton_kernels import test_hopper_latent, test_hopper_prompts
 
 PROMPTS = ("causal", "heads of 256")
 EIGHT_BIT_PROMPTS = ("e4m3, scales by token", "e4m3, many chunks")
+LATENT = ("decoding", "pages of 3, both sides")
 FORWARD = ("cross", "one_chunk", "causal", "wide_result", "three_halves", *(f"prompts, {name}" for name in PROMPTS))
 BACKWARD = {
     "narrow": test_one_pass.FEW_PROGRAMS,
@@ -44,6 +45,8 @@ NOT_NEEDED = {
     "thread_barrier() of paged_prompts",
     "fence_async_shared() of paged_eight_bit_prompts",
     "thread_barrier() of paged_eight_bit_prompts",
+    "fence_async_shared() of latent_splits",
+    "thread_barrier() of latent_splits",
     # A program must not end before its results are stored.
     "tma.store_wait(0) of compute",
     # `finish_values` has a barrier, too, after the last use of the queries.
@@ -84,6 +87,8 @@ def small_calls(monkeypatch):
 def launch_of(template, name):
     if template in (hopper_prompts, hopper_eight_bit_prompts) or name.startswith("prompts, "):
         return test_hopper_prompts.launch_of(test_hopper_prompts.PROBLEMS[name.removeprefix("prompts, ")])
+    if template is hopper_latent:
+        return test_hopper_latent.launch_of(test_hopper_latent.PROBLEMS[name])
     is_forward = template is hopper_forward
     spec, arrays = test_streamed.launch_of(name) if is_forward else test_one_pass.launch_of(BACKWARD[name])
     return spec.plan(Target.for_arch(90)), arrays
@@ -94,6 +99,7 @@ TEMPLATES = [
     (hopper_backward, tuple(BACKWARD)),
     (hopper_prompts, PROMPTS),
     (hopper_eight_bit_prompts, EIGHT_BIT_PROMPTS),
+    (hopper_latent, LATENT),
 ]
 
 
@@ -129,7 +135,7 @@ def test_removing_one_barrier_fence_or_wait_is_noticed(template, names, number, 
         plan, arrays = launch_of(template, name)
         try:
             interpret_gluon(plan, *arrays, change=change, is_checked=True)
-        except (AssertionError, AttributeError, TypeError):
+        except (AssertionError, AttributeError, TypeError, ValueError):
             # Races, deadlocks, and uses of products that are still in flight.
             return True
         return False

@@ -78,7 +78,6 @@ class Memory(NamedTuple):
     key_full: Any
     key_empty: Any
     more_full: Any
-    more_empty: Any
     weights_full: Any
     total_full: Any
 
@@ -185,7 +184,7 @@ def copy_keys(memory, arrays, scalars, SHAPE: gl.constexpr, TILE: gl.constexpr, 
             copy_rows(columns_of(memory.key.index(slot), ORDER[i]), arrays.key, row_numbers, WIDTH,
                       column + ORDER[i] * (COLUMNS // BLOCKS), KEYS, COLUMNS // BLOCKS)
             async_copy.mbarrier_arrive(memory.key_full.index(place), increment_count=False)
-        mbarrier.wait(memory.more_empty.index(slot), at // SLOTS % 2 ^ 1)
+        # Both groups have read the weights that the slot had, since they have freed all blocks.
         copy_rows(memory.key_more.index(slot), arrays.key, row_numbers, WIDTH, column + COLUMNS, KEYS, MORE)
         async_copy.mbarrier_arrive(memory.more_full.index(slot), increment_count=False)
 
@@ -232,8 +231,8 @@ def load_keys(memory, arrays, scalars, keys, SHAPE: gl.constexpr, TILE: gl.const
             mbarrier.wait(memory.key_empty.index(place), phase ^ 1)
             mbarrier.expect(full, TILE.keys * WIDTH * 2)
             load_boxes(columns_of(memory.key.index(slot), ORDER[i]), full, keys, b_box, column + ORDER[i] * WIDTH)
+        # Both groups have read the weights that the slot had, since they have freed all blocks.
         full = memory.more_full.index(slot)
-        mbarrier.wait(memory.more_empty.index(slot), phase ^ 1)
         mbarrier.expect(full, TILE.keys * MORE * 2)
         load_boxes(memory.key_more.index(slot), full, keys, b_box, column + COLUMNS)
         b_box = b_next
@@ -305,8 +304,7 @@ def start_scores(memory, at, b_none, IS_COPIED: gl.constexpr):
 
 
 @gluon.jit
-def weigh(memory, at, b_score, b_before, numbers, span, IS_COPIED: gl.constexpr, TILE: gl.constexpr,
-          OPTIONS: gl.constexpr):
+def weigh(at, b_score, b_before, numbers, span, TILE: gl.constexpr, OPTIONS: gl.constexpr):
     """Return the weights of chunk `at`, what they are relative to, and the factors of the results before them.
 
     Weights are relative to an earlier score of the row until one exceeds it by a factor of 2^HEADROOM.
@@ -354,15 +352,13 @@ def publish(memory, at, b_power, b_base, b_shrink, grown, span, IS_COPIED: gl.co
 
 
 @gluon.jit
-def start_values(memory, at, b_output, GROUP: gl.constexpr, IS_COPIED: gl.constexpr):
-    """Start the products of the weights of chunk `at`, which have been published, with half of the value columns."""
+def start_values(memory, at, b_output, GROUP: gl.constexpr):
+    """Start the products of the weights of chunk `at`, which have been published, with half of the value columns.
+
+    The group that has published them has seen the keys arrive.
+    """
     WIDTH: gl.constexpr = b_output.shape[1]
     slot = at % SLOTS
-    if IS_COPIED:
-        # These have arrived, because the weights have been computed from them.
-        for i in gl.static_range(BLOCKS // 2):
-            mbarrier.wait(memory.key_full.index(slot * BLOCKS + GROUP * (BLOCKS // 2) + i), at // SLOTS % 2)
-        fence_async_shared()
     if read_number(memory.grown.index(slot)) > 0:
         b_shrink = memory.shrink.index(slot).load(gl.SliceLayout(1, b_output.type.layout))
         b_output = b_output * gl.expand_dims(b_shrink, 1)
@@ -378,7 +374,6 @@ def finish_values(memory, at, b_output, GROUP: gl.constexpr):
     thread_barrier()
     for i in gl.static_range(BLOCKS // 2):
         mbarrier.arrive(memory.key_empty.index(slot * BLOCKS + GROUP * (BLOCKS // 2) + i), count=1)
-    mbarrier.arrive(memory.more_empty.index(slot), count=1)
     return b_output
 
 
@@ -423,10 +418,10 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, IS_COPIED: gl.constexp
     if GROUP == 0:
         if chunks > 0:
             b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, 0, b_none, IS_COPIED)])
-            b_power, b_base, b_shrink, grown = weigh(memory, 0, b_score, b_base, numbers, span, IS_COPIED, TILE, OPTIONS)
+            b_power, b_base, b_shrink, grown = weigh(0, b_score, b_base, numbers, span, TILE, OPTIONS)
             publish(memory, 0, b_power, b_base, b_shrink, grown, span, IS_COPIED, TILE)
             b_total = partial_sums(b_power)
-            b_output = finish_values(memory, 0, start_values(memory, 0, b_output, GROUP, IS_COPIED), GROUP)
+            b_output = finish_values(memory, 0, start_values(memory, 0, b_output, GROUP), GROUP)
     for at in range(2 - GROUP, chunks, 2):
         last = (at - 1) % SLOTS
         # The first group frees the last chunk before its scores, since the other group waits for the slot. The other
@@ -435,16 +430,16 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, IS_COPIED: gl.constexp
             b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, at, b_none, IS_COPIED)])
         mbarrier.wait(memory.weights_full.index(last), (at - 1) // SLOTS % 2)
         b_before = memory.base.index(last).load(ROW)
-        b_output = start_values(memory, at - 1, b_output, GROUP, IS_COPIED)
+        b_output = start_values(memory, at - 1, b_output, GROUP)
         if GROUP == 0:
             b_output = finish_values(memory, at - 1, b_output, GROUP)
             b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, at, b_none, IS_COPIED)])
         b_last_base = b_base
-        b_power, b_base, b_shrink, grown = weigh(memory, at, b_score, b_before, numbers, span, IS_COPIED, TILE, OPTIONS)
+        b_power, b_base, b_shrink, grown = weigh(at, b_score, b_before, numbers, span, TILE, OPTIONS)
         if GROUP == 1:
             b_output = finish_values(memory, at - 1, b_output, GROUP)
         publish(memory, at, b_power, b_base, b_shrink, grown, span, IS_COPIED, TILE)
-        b_output = start_values(memory, at, b_output, GROUP, IS_COPIED)
+        b_output = start_values(memory, at, b_output, GROUP)
         # The group has not seen how the base grew in the chunk between.
         b_factor = gl.exp2((b_last_base - counted_from(b_base)) * unit)
         b_total = b_total * gl.expand_dims(gl.convert_layout(b_factor, PART), 1) + partial_sums(b_power)
@@ -452,7 +447,7 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, IS_COPIED: gl.constexp
     # The other group's last chunk.
     if (chunks > 0) & ((chunks - 1) % 2 != GROUP):
         mbarrier.wait(memory.weights_full.index((chunks - 1) % SLOTS), (chunks - 1) // SLOTS % 2)
-        b_output = finish_values(memory, chunks - 1, start_values(memory, chunks - 1, b_output, GROUP, IS_COPIED), GROUP)
+        b_output = finish_values(memory, chunks - 1, start_values(memory, chunks - 1, b_output, GROUP), GROUP)
     memory.total.index(GROUP).store(gl.convert_layout(gl.sum(b_total, 1), ROW))
     memory.total_base.index(GROUP).store(b_base)
     thread_barrier()
@@ -552,7 +547,6 @@ def latent_splits(arrays: SplitArrays, keys, scalars: SplitScalars, SHAPE: gl.co
         key_full=make_barriers(SLOTS * BLOCKS, COPYING if IS_COPIED else 1),
         key_empty=make_barriers(SLOTS * BLOCKS, 1),
         more_full=make_barriers(SLOTS, COPYING if IS_COPIED else 1),
-        more_empty=make_barriers(SLOTS, 2),
         weights_full=make_barriers(SLOTS, 1),
         total_full=make_barriers(1, 2),
     )
