@@ -87,7 +87,7 @@ CASES = {
     ),
     "latent, short prompts": latent(query_tokens=40, kv_lengths=(40, 0, 70, 500), query_heads=16),
     "latent, float16, pages of 3": latent(page_size=3, dtype="float16", query_tokens=2),
-    "latent, pages of 32, splits that begin anywhere": latent(page_size=32, split_size=96),
+    "latent, pages of 32, fixed splits": latent(page_size=32, split_size=128),
     "latent, pages of 32, two key heads": latent(page_size=32, key_heads=2, num_splits=2),
     "latent, few heads, contiguous": latent(query_heads=8, page_size=None, num_splits=3),
     "latent, few heads, e4m3": latent(query_heads=16, cache_dtype=E4M3, key_scale="token"),

@@ -522,7 +522,7 @@ def latent_splits(arrays: SplitArrays, keys, scalars: SplitScalars, SHAPE: gl.co
                   OPTIONS: gl.constexpr):
     """Compute the attention of a tile of rows to the keys of one split; see `attention.paged_splits`.
 
-    `keys` is a descriptor of boxes of keys; None if their pages, or splits, begin anywhere.
+    `keys` is a descriptor of boxes of keys; None if threads copy them, from small pages.
     """
     IS_COPIED: gl.constexpr = keys is None
     dtype: gl.constexpr = arrays.query.dtype.element_ty

@@ -465,7 +465,7 @@ class PagedLaunch:
             aliases=self._aliases,
             arguments={
                 "arrays": array_group(SplitArrays, self.input_names, self.output_names),
-                **({"keys": self._key_boxes(tile.is_aligned)} if is_latent else {}),
+                **({"keys": self._key_boxes()} if is_latent else {}),
                 "scalars": scalar_group(
                     SplitScalars,
                     num_tiles=problem.num_tiles or 0,
@@ -484,13 +484,16 @@ class PagedLaunch:
             options=CompileOptions(num_warps=config.num_warps, num_stages=config.loop_stages),
         )
 
-    def _key_boxes(self, is_aligned: bool) -> Argument:
-        """Return a descriptor of rows that are neighbours in a page, or None if tiles of keys begin anywhere."""
+    def _key_boxes(self) -> Argument:
+        """Return a descriptor of boxes of keys that are neighbours in a page, or None if pages are small.
+
+        Splits begin at multiples of a tile of keys.
+        """
         from triton.experimental.gluon import language as gl
 
         problem = self.problem
         rows = math.gcd(problem.page_size, LATENT.keys) if problem.has_page_table else LATENT.keys
-        if rows < FEWEST_BOX_ROWS or not is_aligned:
+        if rows < FEWEST_BOX_ROWS:
             return Constexpr(None)
         return Descriptor(
             "input",
