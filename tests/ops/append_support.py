@@ -17,13 +17,24 @@ from blockdiag import Rotary, append_to_pages
 from tests.support import compiled_quickly, to_array
 
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+INTEGERS = ("int8",)
 WRITTEN = ("key_pages", "value_pages", "key_scale", "value_scale", "key_centroids")
 LENGTHS_LIKE = ("page_table", "kv_lengths", "query_lengths", "query_offsets")
 
 
 def numpy_dtype(name: str) -> np.dtype:
     """Return the NumPy dtype of a dtype name."""
-    return np.dtype(getattr(ml_dtypes, name, name))
+    return np.dtype(name if name in INTEGERS else getattr(ml_dtypes, name, name))
+
+
+def largest_of(dtype: str) -> float:
+    """Return the largest number that rounding to an 8-bit dtype gives."""
+    return 127.0 if dtype in INTEGERS else float(ml_dtypes.finfo(dtype).max)
+
+
+def poison_of(dtype: str) -> float:
+    """Return a number that no token has: NaN, or the integer that rounding never gives."""
+    return -128 if dtype in INTEGERS else np.nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +118,7 @@ class AppendCase:
             arguments["page_table"] = numbers.reshape(self.batch, self.max_pages).astype(np.int32)
         for name, size in sizes.items():
             dtype = numpy_dtype(dtypes[name])
-            arguments[f"{name}_pages"] = np.full((*pool, self.key_heads, size), np.nan, dtype)
+            arguments[f"{name}_pages"] = np.full((*pool, self.key_heads, size), poison_of(dtype.name), dtype)
             kind = getattr(self, f"{name}_scale")
             shapes = {"scalar": (), "head": (self.batch, self.key_heads), "token": (*pool, self.key_heads)}
             if kind == "number":
@@ -127,7 +138,9 @@ class AppendCase:
         for name in ("key", "value"):
             if self.__getattribute__(f"{name}_scale") == "token":
                 scale = arguments[f"{name}_scale"]
-                scale[np.isnan(arguments[f"{name}_pages"].astype(np.float32)).all(axis=-1)] = np.nan
+                pages = arguments[f"{name}_pages"]
+                poison = np.full((), poison_of(pages.dtype.name), pages.dtype).astype(np.float32)
+                scale[np.isclose(pages.astype(np.float32), poison, equal_nan=True).all(axis=-1)] = np.nan
         return arguments
 
     def _fill(self, arguments: dict[str, Any], generator: np.random.Generator) -> None:
@@ -137,7 +150,8 @@ class AppendCase:
                 page, offset = place_of(arguments, sequence, position)
                 for name in ("key_pages", "value_pages"):
                     row = arguments[name][page, offset]
-                    arguments[name][page, offset] = _rounded(generator.normal(size=row.shape), row.dtype.name)
+                    unit = 40 if row.dtype.name in INTEGERS else 1
+                    arguments[name][page, offset] = _rounded(unit * generator.normal(size=row.shape), row.dtype.name)
 
     def rotary_argument(self, seed: int = 1) -> Rotary | None:
         """Return random tables (cos² + sin² is not 1) and positions."""
@@ -239,7 +253,7 @@ def exact_append(case: AppendCase, arguments: dict[str, Any]) -> dict[str, np.nd
                 scale = np.float32(1)
                 if kind == "token":
                     largest = np.float32(np.abs(x).max())
-                    scale = np.maximum(largest / np.float32(ml_dtypes.finfo(dtype).max), np.finfo(np.float32).tiny)
+                    scale = np.maximum(largest / np.float32(largest_of(dtype)), np.finfo(np.float32).tiny)
                     results[f"{name}_scale"][(*place, head)] = scale
                 elif kind is not None:
                     scale = np.broadcast_to(arguments[f"{name}_scale"], (case.batch, case.key_heads))[sequence, head]
@@ -294,11 +308,20 @@ def _turned(case: AppendCase, x: np.ndarray, position: int, row: tuple[int, ...]
 
 
 def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round to nearest even, saturating at the largest finite number of an 8-bit dtype."""
-    if dtype in EIGHT_BITS:
-        largest = float(ml_dtypes.finfo(dtype).max)
-        x = np.clip(x, -largest, largest)
+    """Round to nearest even, saturating at the largest number of an 8-bit dtype. NaN becomes 0 among integers."""
+    if dtype in (*EIGHT_BITS, *INTEGERS):
+        x = np.clip(x, -largest_of(dtype), largest_of(dtype))
+    if dtype in INTEGERS:
+        return np.where(np.isnan(x), 0, np.rint(x)).astype(dtype)
     return x.astype(np.float32 if dtype in EIGHT_BITS else x.dtype).astype(numpy_dtype(dtype))
+
+
+def _last_place(dtype: np.dtype, unit: float = 1.0) -> tuple[float, float]:
+    """Return the distance of neighbouring numbers, relative to them and at least; that of integers is `unit`."""
+    if dtype.name in INTEGERS:
+        return 0.0, unit
+    limits = ml_dtypes.finfo(dtype)
+    return float(limits.eps), float(limits.smallest_subnormal)
 
 
 def bits(x: np.ndarray) -> np.ndarray:
@@ -328,11 +351,10 @@ def assert_appended(case: AppendCase, actual: dict[str, np.ndarray], arguments: 
             np.testing.assert_array_equal(numbers, wanted_numbers, err_msg=f"{name} of {case}")
             continue
         is_narrow = result.dtype.itemsize < 4
-        tolerance = float(ml_dtypes.finfo(result.dtype).eps) if is_narrow else 1e-5
-        smallest = float(ml_dtypes.finfo(result.dtype).smallest_subnormal) if is_narrow else 1e-6
+        tolerance, smallest = _last_place(result.dtype) if is_narrow else (1e-5, 1e-6)
         if name == "key_centroids" and (case.rotary is not None or case.key_scale == "token"):
             # A few keys may round in the other direction, and the mean includes a share of each.
-            key_eps = float(ml_dtypes.finfo(arguments["key_pages"].dtype).eps)
+            key_eps = max(_last_place(arguments["key_pages"].dtype, unit=1 / 127))
             smallest += 4 * key_eps * float(np.abs(arguments["key"].astype(np.float64)).max()) / case.block_size
         np.testing.assert_allclose(
             numbers, wanted_numbers, rtol=1.01 * tolerance, atol=1.01 * smallest, err_msg=f"{name} of {case}"

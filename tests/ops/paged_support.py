@@ -28,9 +28,17 @@ MODULES = {
 INTERPRETED = frozenset({"triton"})
 
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+INTEGERS = ("int8",)
+# The scale of integers, which then have a standard deviation of 40. A few are saturated.
+INTEGER_UNIT = 1 / 40
 
 # Values of unused entries of a page table.
 GARBAGE = (2**31 - 1, -(2**31), -1, 10**6, 0)
+
+
+def poison_of(dtype: np.dtype) -> float:
+    """Return what arrays hold where nothing may be read: NaN, or -128 of integers."""
+    return -128 if dtype.name in INTEGERS else np.nan
 
 
 def load(implementation: str) -> ModuleType:
@@ -116,25 +124,36 @@ class PagedCase:
 
     @functools.cached_property
     def dense(self) -> dict[str, np.ndarray]:
-        """Return the operands without pages: each sequence's keys, values and scales [B, longest, K, ...]."""
+        """Return the operands without pages: each sequence's keys, values and scales [B, longest, K, ...].
+
+        Integers are normal numbers, divided by `INTEGER_UNIT` and rounded. Their scales are that much smaller.
+        """
         problem, generator, longest = self.problem, np.random.default_rng(0), max(self.kv_lengths)
         tokens = (problem.batch, longest, problem.key_heads)
         rows = (problem.batch, problem.query_tokens, problem.query_heads)
 
         def normal(shape: Sequence[int], dtype: str) -> np.ndarray:
-            return generator.normal(size=shape).astype(np.float32).astype(jnp.dtype(dtype))
+            numbers = generator.normal(size=shape).astype(np.float32)
+            if dtype in INTEGERS:
+                numbers = np.clip(np.rint(numbers / INTEGER_UNIT), -128, 127)
+            return numbers.astype(jnp.dtype(dtype))
 
-        def scales(shape: Sequence[int]) -> np.ndarray:
-            return generator.uniform(0.5, 2, size=shape).astype(np.float32)
+        def scales(shape: Sequence[int], unit: float = 1.0) -> np.ndarray:
+            return generator.uniform(0.5 * unit, 2 * unit, size=shape).astype(np.float32)
+
+        key_unit, value_unit = (
+            INTEGER_UNIT if x in INTEGERS else 1.0 for x in (problem.key_dtype, problem.value_dtype)
+        )
+        by_token = self.key_scale == "token"
 
         dense = {
             "query": normal((*rows, problem.head_dim), problem.query_dtype),
             "key": normal((*tokens, problem.head_dim), problem.key_dtype),
             "value": normal((*tokens, problem.value_dim), problem.value_dtype),
             "sinks": generator.normal(size=problem.query_heads).astype(np.float32),
-            "score_scale": scales(tokens[::2]),
-            "key_scale": scales(tokens),
-            "value_scale": scales(tokens if self.value_scale == "token" else tokens[::2]),
+            "score_scale": scales(tokens[::2], 1.0 if by_token else key_unit),
+            "key_scale": scales(tokens, key_unit),
+            "value_scale": scales(tokens if self.value_scale == "token" else tokens[::2], value_unit),
         }
         if self.is_latent:
             dense |= {"value": dense["key"][..., : problem.value_dim], "value_scale": dense["key_scale"]}
@@ -154,9 +173,9 @@ class PagedCase:
         return table
 
     def paged(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows [B, longest, ...] of the sequences in the pages of a pool with NaN everywhere else."""
+        """Return rows [B, longest, ...] of the sequences in the pages of a pool with NaN, or -128, everywhere else."""
         problem = self.problem
-        pool = np.full((problem.num_pages, problem.page_size, *rows.shape[2:]), np.nan, rows.dtype)
+        pool = np.full((problem.num_pages, problem.page_size, *rows.shape[2:]), poison_of(rows.dtype), rows.dtype)
         for b, length in enumerate(self.kv_lengths):
             for j in range(length):
                 pool[self.table[b, j // problem.page_size], j % problem.page_size] = rows[b, j]
@@ -189,6 +208,9 @@ class PagedCase:
         names = ("query", "key_pages", "value_pages", "page_table", "kv_lengths", "query_lengths", "sinks")
         problem, operands = self.problem, self.operands()
         *_, score_scale, key_scales, value_scales, _tiles = operands
+        if problem.key_dtype in INTEGERS and key_scales is None:
+            # The scale of integers is that of the keys.
+            score_scale, key_scales = None, score_scale
         return dict(zip(names, operands, strict=False)) | dict(
             query_scale=score_scale,
             key_scale=key_scales,

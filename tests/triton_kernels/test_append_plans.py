@@ -51,6 +51,10 @@ PROBLEMS = {
         block_size=96, max_blocks=64, key_dtype="float8_e4m3fn", value_dtype="float8_e4m3fn", key_scale="token",
         value_scale="token",
     ),
+    "prefill, rotary, centroids, int8": problem_of(
+        tokens=8192, query_tokens=256, rotary=ROTARY, block_size=96, max_blocks=64, key_dtype="int8",
+        value_dtype="int8", key_scale="token", value_scale="token",
+    ),
     "odd sizes, float16, contiguous": problem_of(
         tokens=4096, query_tokens=128, dtype="float16", key_dtype="float16", value_dtype="float8_e4m3fn", head_dim=71,
         value_dim=576, page_size=1000, max_pages=1, num_pages=32, has_page_table=False,
@@ -68,6 +72,9 @@ PROBLEMS = {
         ("decode, rotary, centroids, e5m2", 80),
         ("decode, rotary, centroids, e5m2", 100),
         ("prefill, packed, rotary, centroids, e4m3", 90),
+        ("prefill, rotary, centroids, int8", 80),
+        ("prefill, rotary, centroids, int8", 90),
+        ("prefill, rotary, centroids, int8", 100),
         ("odd sizes, float16, contiguous", 100),
     ],
 )
@@ -79,7 +86,7 @@ def test_plan_fits_its_architecture(name, arch):
     assert report.ptx["f64"] == 0 and report.ptx["atom"] == 0 and report.ptx["trap"] == 0
 
 
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if not name.startswith("decode")])
+@pytest.mark.parametrize("name", ["prefill, packed, rotary, centroids, e4m3", "odd sizes, float16, contiguous"])
 def test_plan_without_the_dtype_on_the_architecture_raises_not_implemented_error(name):
     with pytest.raises(NotImplementedError, match=r"needs compute capability 8\.9 or later, got 8\.0; use a cache of"):
         AppendLaunch(PROBLEMS[name]).plan(Target.for_arch(80))

@@ -46,6 +46,7 @@ PROBLEMS = {
     "e4m3, scales of tokens": changed(
         **CACHES["float8_e4m3fn"], query_dtype="float8_e4m3fn", key_scale="token", value_scale="token"
     ),
+    "int8, scales of tokens": changed(key_dtype="int8", value_dtype="int8", key_scale="token", value_scale="token"),
     "many blocks": dataclasses.replace(changed(num_pages=65536, max_pages=65536), max_blocks=8192),
     "float32, large blocks, heads of 256": dataclasses.replace(
         changed(**WIDE, head_dim=256, value_dim=256), block_size=4096, max_blocks=32, slots=1

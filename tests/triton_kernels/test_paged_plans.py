@@ -1,7 +1,9 @@
 """Launch plans of paged attention, compiled for three architectures without a GPU."""
 
 import dataclasses
+import re
 
+import numpy as np
 import pytest
 
 from blockdiag.interop.jaxlib_launcher import lay_out_buffers
@@ -32,6 +34,7 @@ BASE = PagedProblem(
 LATENT = dataclasses.replace(
     BASE, query_heads=64, key_heads=1, head_dim=576, value_dim=512, has_value_pages=False, num_splits=4
 )
+INT8 = dataclasses.replace(BASE, key_dtype="int8", value_dtype="int8", key_scale="token", value_scale="token")
 NARROW = dataclasses.replace(BASE, key_dtype="float8_e4m3fn", value_dtype="float8_e4m3fn")
 PROBLEMS = {
     "one query": BASE,
@@ -93,6 +96,21 @@ PROBLEMS = {
     "latent, e4m3, scales by token": dataclasses.replace(
         LATENT, key_dtype="float8_e4m3fn", value_dtype="float8_e4m3fn", key_scale="token", value_scale="token"
     ),
+    "int8, scales by token": INT8,
+    "int8, pages of one token, scales by head": dataclasses.replace(
+        INT8, key_scale="none", has_score_scale=True, value_scale="head", page_size=1, num_pages=2**18, max_pages=2**17
+    ),
+    "int8, eight queries, float16": dataclasses.replace(
+        INT8, query_tokens=8, query_dtype="float16", output_dtype="float16", has_query_lengths=True, num_splits=1
+    ),
+    "int8, sixteen queries, window, soft cap, sinks": dataclasses.replace(
+        INT8, query_tokens=16, window=(1024, None), soft_cap=30.0, has_sinks=True, page_size=3
+    ),
+    "int8 keys, e5m2 values": dataclasses.replace(INT8, value_dtype="float8_e5m2", value_scale="none"),
+    "prompts, int8 caches": dataclasses.replace(INT8, packed_rows=4096, query_tokens=4096, few_queries=8).tiled,
+    "latent, int8, scales by token": dataclasses.replace(
+        LATENT, key_dtype="int8", value_dtype="int8", key_scale="token", value_scale="token"
+    ),
     "h512, 16 heads": dataclasses.replace(BASE, head_dim=512, value_dim=512, key_heads=2),
     "h576, values of 512, drafts": dataclasses.replace(BASE, head_dim=576, value_dim=512, query_tokens=16),
     "float32": dataclasses.replace(
@@ -109,10 +127,13 @@ KNOWN_SPILLS = {
     # Sums, products of a chunk and its scores are in registers at a time.
     ("a batch of prompts, e4m3, scales by token, sinks", 90): 480,
     ("a batch of prompts, e4m3, scales by token, sinks", 120): 44,
+    ("prompts, int8 caches", 120): 44,
+    ("int8, eight queries, float16", 100): 32,
     # Results take half of the registers.
     ("latent, 64 heads", 90): 44,
     ("latent, 128 heads, drafts, window, soft cap, sinks", 90): 80,
     ("latent, e4m3, scales by token", 90): 264,
+    ("latent, int8, scales by token", 90): 268,
     ("h576, values of 512, drafts", 90): 32,
 }
 
@@ -156,6 +177,39 @@ def test_plan_fits_its_architecture(name, arch):
             assert sum(report.ptx[product] for product in ("mma.sync", "wgmma", "tcgen05.mma")) > 0, str(report)
             # Caches are read asynchronously. Only masks are loaded by bytes, and there are few of them.
             assert report.ptx["cp.async"] > 0 and report.kernel.asm["ptx"].count("ld.shared.b8") < 32
+
+
+def test_machine_code_of_int8_gives_each_integer_as_float16():
+    """The instructions of `widen_pairs` are computed here for every integer in every byte of a register."""
+    ptx = report_of(launches(INT8)[0].plan(Target.for_arch(80)), 80).kernel.asm["ptx"]
+    block = re.search(r"\.reg \.b32 shifted, even, odd, offset;\n(.*?)\}", ptx, re.DOTALL)
+    assert block is not None
+    lines = [re.findall(r"[^\s,;]+", line) for line in block[1].strip().splitlines()]
+    (pairs,) = {source for name, *_, source, _ in (line for line in lines if line[0].startswith("xor"))} - {"xor.b32"}
+    integers = np.arange(-128, 128).astype(np.int8)
+    stored = np.stack([np.roll(integers, shift) for shift in (0, 50, 100, 150)], -1)
+    registers = {pairs: stored.copy().view(np.uint32)[:, 0]}
+
+    def read(name: str) -> np.ndarray:
+        return registers[name] if name in registers else np.full(256, int(name, 0), np.uint32)
+
+    for instruction, target, *sources in lines:
+        first, *others = map(read, sources)
+        match instruction:
+            case "mov.b32":
+                result = first
+            case "xor.b32":
+                result = first ^ others[0]
+            case "prmt.b32":
+                both = np.stack([first, others[0]], -1).view(np.uint8)
+                selected = [int(others[1][0]) >> shift & 7 for shift in (0, 4, 8, 12)]
+                result = both[:, selected].copy().view(np.uint32)[:, 0]
+            case "sub.rn.f16x2":
+                result = (first[:, None].view(np.float16) - others[0][:, None].view(np.float16)).view(np.uint32)[:, 0]
+        registers[target] = result
+    even, odd = (registers[line[1]][:, None].view(np.float16) for line in lines if line[0] == "sub.rn.f16x2")
+    np.testing.assert_array_equal(even, stored[:, 0::2].astype(np.float16))
+    np.testing.assert_array_equal(odd, stored[:, 1::2].astype(np.float16))
 
 
 def test_numbers_of_rows_and_sequences_share_kernels():

@@ -38,6 +38,17 @@ class EightBitFloat:
     smallest_normal: float
 
 
+@dataclass(frozen=True, slots=True)
+class EightBitInteger:
+    """The range of an 8-bit integer dtype.
+
+    Attributes:
+        largest: the largest magnitude that rounding gives. It is the same for both signs.
+    """
+
+    largest: float
+
+
 ELEMENT_TYPES = {
     x.name: x
     for x in (
@@ -72,6 +83,10 @@ EIGHT_BIT_FLOATS = {
     "float8_e5m2": EightBitFloat(57344.0, 2, 2.0**-14),
 }
 """Dtypes of paged caches, and of queries to them, in every implementation."""
+EIGHT_BIT_INTEGERS = {"int8": EightBitInteger(127.0)}
+"""Dtypes of paged caches beside wider queries, in every implementation. Their elements are multiples of a scale."""
+EIGHT_BIT_DTYPES = EIGHT_BIT_FLOATS | EIGHT_BIT_INTEGERS
+"""Every 8-bit dtype of paged caches."""
 
 
 def lacking_dtype(arch: int, *dtypes: str) -> str | None:

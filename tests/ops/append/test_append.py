@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import Rotary, append_to_pages, moba_attention, moba_paged_attention, paged_attention
-from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, EightBitFloat
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, EIGHT_BIT_INTEGERS, EightBitFloat
 from blockdiag.interop import compile_target
 from blockdiag.ops.append.problem import APPEND
 from tests.ops.append_support import AppendCase, RotaryCase, assert_appended, bits, call
@@ -51,6 +51,25 @@ CASES = {
         before=(3, 7), new=(4, 4), page_size=None, value_dtype=E4M3, value_scale="token", dtype="float32"
     ),
     "keys of eight bits": AppendCase(before=(3,), new=(4,), dtype=E4M3, value_dtype=E5M2),
+    "int8, numbers and scalars, too large": AppendCase(
+        before=(3, 0), new=(6, 6), key_dtype="int8", key_scale="number", value_dtype="int8", value_scale="scalar",
+        dtype="float32", magnitude=30,
+    ),
+    "int8, scales of heads, contiguous": AppendCase(
+        before=(3, 15), new=(4, 2), key_dtype="int8", key_scale="head", value_dtype="int8", value_scale="head",
+        dtype="float16", page_size=None, magnitude=9,
+    ),
+    "int8, computed scales": AppendCase(
+        before=(3, 15, 0), new=(4, 2, 5), layout="packed", key_dtype="int8", key_scale="token", value_dtype="int8",
+        value_scale="token", head_dim=7, value_dim=24, magnitude=1e3, page_size=3, dtype="float32",
+    ),
+    "int8, rotary, computed scales, centroids": AppendCase(
+        before=(7, 2), new=(5, 10), key_dtype="int8", key_scale="token", value_dtype=E4M3, value_scale="token",
+        rotary=RotaryCase(), block_size=4, page_size=5,
+    ),
+    "int8, centroids, scales of heads": AppendCase(
+        before=(7, 14), new=(9, 2), key_dtype="int8", key_scale="head", block_size=8, dtype="float32", magnitude=20
+    ),
     "rotary": AppendCase(before=(3, 9), new=(4, 1), rotary=RotaryCase(), page_size=3),
     "rotary, positions, interleaved, packed": AppendCase(
         before=(3, 9), new=(4, 1), layout="packed", padding=2, dtype="float32",
@@ -140,6 +159,43 @@ def test_append_rounds_float8_to_nearest_even_and_saturates(dtype, implementatio
     page, offset = arguments["page_table"][0, 0], 0
     row = case.results(implementation, arguments)["key_pages"][page, offset, 0].astype(np.float32)
     assert np.isnan(row[5]) and np.isfinite(np.delete(row, 5)).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_append_rounds_int8_to_nearest_even_and_saturates(implementation):
+    """Ties round to even, values saturate at -127 and 127, and NaN becomes 0."""
+    case = AppendCase(
+        before=(0,), new=(1,), key_heads=1, head_dim=1024, dtype="float32", key_dtype="int8", key_scale="head",
+        value_dim=4,
+    )  # fmt: skip
+    arguments = case.arguments()
+    arguments["key_scale"][:] = 1
+    numbers = np.arange(-130, 131, dtype=np.float32)
+    between = numbers[1:] - np.float32(0.5)
+    tests = [numbers, between, *(np.nextafter(between, np.float32(to)) for to in (-np.inf, np.inf))]
+    tests = np.concatenate([*tests, np.asarray([1e9, -np.inf, np.inf, 1e-30, -0.0, np.nan], np.float32)])[:1024]
+    tests[-1] = np.nan
+    arguments["key"][:] = 0
+    arguments["key"][0, 0, 0, : tests.size] = tests
+    results = case.results(implementation, arguments)
+    assert_appended(case, results, arguments)
+    row = results["key_pages"][arguments["page_table"][0, 0], 0, 0]
+    assert row.min() == -127 and row.max() == 127 and row[tests.size - 1] == 0
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_append_computed_scales_of_int8_mark_tokens_with_nan_and_infinity(implementation):
+    """Integers have no NaN, so the scale has it. An infinite scale of integers that are 0 has NaN as product."""
+    case = CASES["int8, computed scales"]
+    arguments = case.arguments()
+    arguments["key"][0], arguments["key"][1, 0, 3], arguments["key"][2, 1, 2] = 0, np.nan, np.inf
+    results = case.results(implementation, arguments)
+    page_table = arguments["page_table"]
+    places = [(page_table[0, position // 3], position % 3) for position in (3, 4, 5)]
+    keys, scales = results["key_pages"], results["key_scale"]
+    assert not keys[places[0]].any() and (scales[places[0]] == np.finfo(np.float32).tiny).all()
+    assert np.isnan(scales[places[1]][0]) and not keys[places[1]][0].any() and np.isfinite(scales[places[1]][1])
+    assert np.isinf(scales[places[2]][1]) and not keys[places[2]][1].any() and np.abs(keys[places[2]][0]).max() == 127
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -421,6 +477,17 @@ MISTAKES = {
     "shape of scale": (dict(key_scale=array(2, 3)), "`key_scale` must have shape"),
     "dtype of scale": (dict(value_scale=array(2, 2, dtype="bfloat16")), "`value_scale` must be a number or a float32"),
     "scales of wide pages": (dict(key_scale=array(5, 4, 2)), "`key_scale` as pages of scales needs `key_pages`"),
+    "integers without scale": (
+        dict(key_pages=array(5, 4, 2, 8, dtype="int8"), value_pages=array(5, 4, 2, 6, dtype="int8"), key_scale=0.1),
+        "`value_scale` must be given for `value_pages` of int8, which are multiples of it, got None; pass pages",
+    ),
+    "integers of integers": (
+        dict(key=array(2, 3, 2, 8, dtype="int8"), value=array(2, 3, 2, 6, dtype="int8")), "`key` must have one of the"
+    ),
+    "integers of eight-bit floats": (
+        dict(key=array(2, 3, 2, 8, dtype=E4M3), value=array(2, 3, 2, 6, dtype=E4M3),
+             key_pages=array(5, 4, 2, 8, dtype="int8")), "`key_pages` must have one of the dtypes"
+    ),
     "centroids without size": (dict(key_centroids=array(2, 1, 2, 8)), "`key_centroids` and `block_size` belong"),
     "size without centroids": (dict(block_size=4), "`key_centroids` and `block_size` belong"),
     "shape of centroids": (dict(key_centroids=array(2, 1, 2, 6), block_size=4), "`key_centroids` must be float32"),
@@ -465,3 +532,8 @@ def test_eight_bit_float_table_matches_ml_dtypes():
     for name, narrow in EIGHT_BIT_FLOATS.items():
         limits = ml_dtypes.finfo(name)
         assert narrow == EightBitFloat(float(limits.max), limits.nmant, float(limits.smallest_normal))
+
+
+def test_eight_bit_integers_are_symmetric():
+    for name, integer in EIGHT_BIT_INTEGERS.items():
+        assert integer.largest == np.iinfo(name).max

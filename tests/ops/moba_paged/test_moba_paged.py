@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from blockdiag import moba_attention, moba_paged_attention, paged_attention
 from blockdiag.ops.moba_paged import xla as xla_moba_paged
 from blockdiag.triton_kernels.moba_paged import plans as triton_moba_paged
-from tests.ops.paged_support import EIGHT_BITS, PagedCase
+from tests.ops.paged_support import EIGHT_BITS, INTEGERS, PagedCase, poison_of
 from tests.support import compiled_quickly, largest_error
 
 IMPLEMENTATIONS = ("reference", "xla", "triton")
@@ -68,7 +68,7 @@ class MoBAPagedCase:
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
-        """Return arrays of the public function, with NaN in keys and values that no query of their head sees."""
+        """Return arrays of the public function, with poison in keys and values that no query of their head sees."""
         problem, paged = self.paged.problem, self.paged
         groups = (problem.key_heads, problem.group_size)
         by_head = self.seen.reshape(*self.seen.shape[:2], *groups, self.seen.shape[-1])
@@ -78,7 +78,7 @@ class MoBAPagedCase:
         names |= {name: name for name in SCALES[1:] if getattr(paged, name) == "token"}
         for name, argument in names.items():
             rows = paged.dense[name].copy()
-            rows[is_unseen] = np.nan
+            rows[is_unseen] = poison_of(rows.dtype)
             arguments[argument] = jnp.asarray(paged.paged(rows))
         return arguments | {"key_centroids": jnp.asarray(self.centroids)}
 
@@ -172,6 +172,18 @@ CASES = {
         paged=PagedCase(
             kv_lengths=(70, 33), dtype="float16", cache_dtype="float8_e5m2", score_scale=True, value_scale="head",
             query_tokens=2,
+        )
+    ),
+    "int8, scales of tokens": MoBAPagedCase(
+        paged=PagedCase(
+            kv_lengths=(70, 33), page_size=3, dtype="bfloat16", cache_dtype="int8", key_heads=2, key_scale="token",
+            value_scale="token",
+        )
+    ),
+    "int8, scales of heads": MoBAPagedCase(
+        paged=PagedCase(
+            kv_lengths=(70, 33), dtype="float16", cache_dtype="int8", score_scale=True, value_scale="head",
+            query_tokens=2, page_size=None,
         )
     ),
     "eight bits": MoBAPagedCase(
@@ -410,4 +422,4 @@ def test_empty_calls_return_zeros():
 
 
 def test_cases_cover_every_eight_bit_dtype():
-    assert {case.paged.cache_dtype for case in CASES.values()} >= set(EIGHT_BITS)
+    assert {case.paged.cache_dtype for case in CASES.values()} >= {*EIGHT_BITS, *INTEGERS}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from blockdiag.ops.paged import xla as xla_paged
-from tests.ops.paged_support import EIGHT_BITS, MODULES, PagedCase, assert_accurate, load
+from tests.ops.paged_support import EIGHT_BITS, INTEGERS, MODULES, PagedCase, assert_accurate, load
 from tests.support import compiled_quickly
 
 ARRAY_IMPLEMENTATIONS = ("reference", "xla")
@@ -76,6 +76,27 @@ CASES = {
         kv_lengths=EDGES, is_latent=True, head_dim=40, value_dim=24, query_heads=4, key_scale="token", page_size=3,
         dtype="bfloat16", cache_dtype="float8_e4m3fn", query_tokens=2, window=(50, None), num_splits=2,
     ),
+    "int8 cache, scales of tokens": PagedCase(
+        kv_lengths=EDGES, key_scale="token", value_scale="token", query_heads=4, key_heads=2, dtype="bfloat16",
+        cache_dtype="int8", page_size=3, spare_pages=2,
+    ),
+    "int8 cache, scales of heads, float16": PagedCase(
+        kv_lengths=EDGES, score_scale=True, value_scale="head", query_heads=10, key_heads=2, dtype="float16",
+        cache_dtype="int8", query_tokens=2, page_size=None, head_dim=40, value_dim=24, spare_pages=3,
+    ),
+    "int8 cache, everything": PagedCase(
+        kv_lengths=(0, 2, 300, 40), query_lengths=(4, 4, 3, 0), query_tokens=4, score_scale=True, key_scale="token",
+        value_scale="token", dtype="bfloat16", cache_dtype="int8", window=(90, None), soft_cap=5.0, sinks=True,
+        num_splits=3,
+    ),
+    "int8 keys, e4m3 values": PagedCase(
+        kv_lengths=FEW, dtype="bfloat16", cache_dtype="int8", value_dtype="float8_e4m3fn", key_scale="token",
+        value_scale="head",
+    ),
+    "latent, int8, scales of tokens": PagedCase(
+        kv_lengths=EDGES, is_latent=True, head_dim=40, value_dim=24, query_heads=4, key_scale="token", page_size=3,
+        dtype="bfloat16", cache_dtype="int8", query_tokens=2, num_splits=2,
+    ),
     "latent, no keys at all": PagedCase(kv_lengths=(0, 0), is_latent=True, value_dim=8),
     "no keys at all": PagedCase(kv_lengths=(0, 0), sinks=True, num_splits=2),
 }  # fmt: skip
@@ -100,6 +121,17 @@ KERNEL_CASES = {
     "scales of heads in splits": PagedCase(
         kv_lengths=EDGES, score_scale=True, value_scale="head", query_heads=4, key_heads=2, dtype="bfloat16",
         cache_dtype="float8_e4m3fn", num_splits=2,
+    ),
+    "int8 cache, 64 rows": PagedCase(
+        kv_lengths=(40, 100), query_tokens=16, query_heads=4, dtype="float16", cache_dtype="int8", key_scale="token",
+        value_scale="token", page_size=64,
+    ),
+    "bfloat16 keys, int8 values": PagedCase(
+        kv_lengths=FEW, dtype="bfloat16", value_dtype="int8", value_scale="token", page_size=1
+    ),
+    "latent of 576 columns, int8": PagedCase(
+        kv_lengths=(0, 1, 130), is_latent=True, head_dim=576, value_dim=512, query_heads=24, dtype="bfloat16",
+        cache_dtype="int8", key_scale="token", scale=0.07, num_splits=2,
     ),
     "value scales of tokens": PagedCase(kv_lengths=FEW, value_scale="token", query_tokens=2, sinks=True),
     "latent of 576 columns, drafts": PagedCase(
@@ -129,6 +161,7 @@ KERNEL_CASES = {
 DECLINED = {
     "float64": PagedCase(kv_lengths=EDGES, dtype="float64", query_tokens=2, sinks=True, key_scale="token"),
     "float32 beside e4m3": PagedCase(kv_lengths=FEW, cache_dtype="float8_e4m3fn"),
+    "float32 beside int8": PagedCase(kv_lengths=FEW, cache_dtype="int8", key_scale="token", value_scale="token"),
     "seven elements": PagedCase(kv_lengths=FEW, head_dim=7),
     "520 elements": PagedCase(kv_lengths=FEW, value_dim=520, query_heads=1),
 }
@@ -173,7 +206,9 @@ def cases(draw) -> PagedCase:
     tokens, is_causal = draw(st.sampled_from([1, 2, 5])), draw(st.booleans())
     dtype = draw(st.sampled_from(["float32", "bfloat16", "float16", *EIGHT_BITS]))
     # The kernels do not combine float32 with eight-bit dtypes.
-    narrow = st.sampled_from([None] if dtype == "float32" else [None, *EIGHT_BITS])
+    narrow = st.sampled_from(
+        [None] if dtype == "float32" else [None, *EIGHT_BITS, *(() if dtype in EIGHT_BITS else INTEGERS)]
+    )
     size = st.one_of(st.none(), st.integers(0, 30))
     is_ragged, key_heads = draw(st.booleans()), draw(st.integers(1, 2))
     return PagedCase(
@@ -248,7 +283,7 @@ def test_page_size_keeps_results_bitwise(implementation):
 
 
 @pytest.mark.parametrize("implementation", MODULES)
-@pytest.mark.parametrize("name", ["ragged queries", "scales of tokens"])
+@pytest.mark.parametrize("name", ["ragged queries", "scales of tokens", "int8 cache, everything"])
 def test_repeated_calls_agree_bitwise(implementation, name):
     for first, second in zip(CASES[name].results(implementation), CASES[name].results(implementation), strict=True):
         np.testing.assert_array_equal(first, second)
@@ -272,6 +307,42 @@ def test_nan_and_inf_stay_in_their_sequence_and_head(implementation, poison):
     for x, y in zip(clean, dirty, strict=True):
         np.testing.assert_array_equal(np.asarray(x)[keep], np.asarray(y)[keep])
     assert np.isnan(np.asarray(dirty[0])[1, :2, 2:]).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_nan_and_inf_of_scales_of_integers_stay_in_their_sequence_and_head(implementation, poison):
+    """A scale of NaN or infinity marks a lost token. It changes no bit of any other sequence or head."""
+    case = PagedCase(
+        kv_lengths=(20, 40, 40), query_tokens=3, query_lengths=(3, 2, 3), query_heads=4, key_heads=2, num_splits=2,
+        dtype="bfloat16", cache_dtype="int8", key_scale="token", value_scale="token",
+    )  # fmt: skip
+    *others, key_scale, value_scale, tiles = case.operands()
+    clean = case.compute(implementation)(*others, key_scale, value_scale, tiles)
+    page = case.table[1, 0]
+    key_scale, value_scale = key_scale.at[page, 3, 1].set(poison), value_scale.at[page, 5, 1].set(poison)
+    dirty = case.compute(implementation)(*others, key_scale, value_scale, tiles)
+    keep = np.ones((3, 3, 4), bool)
+    keep[1, :2, 2:] = False
+    for x, y in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[keep], np.asarray(y)[keep])
+    assert not np.isfinite(np.asarray(dirty[0])[1, :2, 2:].astype(np.float32)).all(axis=-1).any()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_integer_is_read_exactly(implementation, dtype):
+    """A sequence with a single key returns its value: each integer times its scale."""
+    case = PagedCase(
+        kv_lengths=(1, 1), head_dim=8, value_dim=128, dtype=dtype, cache_dtype="int8", key_scale="token",
+        value_scale="token",
+    )  # fmt: skip
+    value = np.arange(-128, 128, dtype=np.int8).reshape(2, 1, 1, 128)
+    value_scale = np.asarray([0.5, 2.0], np.float32)[:, None, None]
+    case.__dict__["dense"] = case.dense | {"value": value, "value_scale": value_scale}
+    output, _ = case.results(implementation)
+    expected = value[:, :, 0].astype(np.float32) * value_scale
+    np.testing.assert_array_equal(np.asarray(output[:, 0]).astype(np.float32), np.repeat(expected, 2, 1))
 
 
 @pytest.mark.parametrize("implementation", MODULES)

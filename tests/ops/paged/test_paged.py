@@ -29,6 +29,10 @@ CASES = {
         cache_dtype="float8_e4m3fn", scale=0.3,
     ),
     "not causal": PagedCase(kv_lengths=(2, 40), query_tokens=3, is_causal=False, window=(20, 1)),
+    "int8": PagedCase(
+        kv_lengths=(2, 0, 40), query_lengths=(3, 1, 2), query_tokens=3, query_heads=4, key_heads=2, sinks=True,
+        score_scale=True, key_scale="token", value_scale="token", dtype="bfloat16", cache_dtype="int8", page_size=3,
+    ),
     "e5m2 queries": PagedCase(kv_lengths=(1, 40), dtype="float8_e5m2", score_scale=True, value_scale="head"),
     "latent": PagedCase(
         kv_lengths=(2, 40), query_tokens=3, query_heads=4, is_latent=True, head_dim=24, value_dim=16,
@@ -554,11 +558,31 @@ MISTAKES = {
     ),
     "other cache dtype": (
         dict(key_pages=zeros(5, 16, 2, 8, dtype=jnp.bfloat16)),
-        r"`key_pages` must have one of the dtypes \['float32', 'float8_e4m3fn', 'float8_e5m2'\] .* got bfloat16; cast",
+        r"`key_pages` must have one of \D+ \['float32', 'float8_e4m3fn', 'float8_e5m2', 'int8'\] .* got bfloat16; cast",
     ),
     "wide cache of eight-bit queries": (
         dict(query=zeros(2, 3, 4, 8, dtype=jnp.float8_e5m2), key_pages=zeros(5, 16, 2, 8, dtype=jnp.float8_e5m2)),
         r"`value_pages` must have one of the dtypes \['float8_e4m3fn', 'float8_e5m2'\] .* got float32",
+    ),
+    "integers beside eight-bit queries": (
+        dict(query=zeros(2, 3, 4, 8, dtype=jnp.float8_e5m2), key_pages=zeros(5, 16, 2, 8, dtype=jnp.int8)),
+        r"`key_pages` must have one of the dtypes \['float8_e4m3fn', 'float8_e5m2'\] .* got int8",
+    ),
+    "unsigned integers": (
+        dict(key_pages=zeros(5, 16, 2, 8, dtype=jnp.uint8)),
+        "`key_pages` must have one of the dtypes .* got uint8",
+    ),
+    "integers without scale": (
+        dict(key_pages=zeros(5, 16, 2, 8, dtype=jnp.int8)),
+        "`key_scale` must be given for `key_pages` of int8, .* got None; pass pages of scales, or 1.0",
+    ),
+    "integers without scale of values": (
+        dict(value_pages=zeros(5, 16, 2, 24, dtype=jnp.int8), key_scale=1.0),
+        "`value_scale` must be given for `value_pages` of int8, .* got None",
+    ),
+    "query dtype beside integers": (
+        dict(query_dtype="float8_e5m2", key_pages=zeros(5, 16, 2, 8, dtype=jnp.int8), key_scale=1.0),
+        "`query_dtype` needs `key_pages` of eight-bit floats, .* got int8; leave `query_dtype` out",
     ),
     "lengths of int64": (
         dict(kv_lengths=np.asarray([0, 4])),
@@ -658,7 +682,7 @@ MISTAKES = {
     ),
     "query dtype beside a wide cache": (
         dict(query_dtype="float8_e5m2"),
-        "`query_dtype` needs `key_pages` of an eight-bit dtype, .* got .*float32; leave `query_dtype` out",
+        "`query_dtype` needs `key_pages` of eight-bit floats, .* got .*float32; leave `query_dtype` out",
     ),
     "no splits": (dict(num_splits=0), r"`num_splits` must be an integer of 1\.\.256, .* got 0; leave it out"),
     "splits True": (dict(num_splits=True), "`num_splits` .* got True"),

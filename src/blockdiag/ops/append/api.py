@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from blockdiag.common.derivatives import not_differentiable, on_common_axes
 from blockdiag.common.dispatch import call_implementation, normalise_implementation, resolve
@@ -26,8 +26,8 @@ from blockdiag.ops.append.problem import APPEND, AppendArrays, AppendProblem
 def append_to_pages(
     key: Float[Array, "*tokens K H"],
     value: Float[Array, "*tokens K V"],
-    key_pages: Float[Array, "P page_size K H"],
-    value_pages: Float[Array, "P page_size K V"],
+    key_pages: Real[Array, "P page_size K H"],
+    value_pages: Real[Array, "P page_size K V"],
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     *,

@@ -1,11 +1,11 @@
-"""Conversion to cache dtypes: division by a scale, saturation at the finite range, rounding to nearest even."""
+"""Conversion to cache dtypes: division by a scale, saturation at the largest number, rounding to nearest even."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS
+from blockdiag.common.dtype_table import EIGHT_BIT_DTYPES, EIGHT_BIT_FLOATS, EIGHT_BIT_INTEGERS
 from blockdiag.common.dtypes import accumulation_dtype
 
 # Lower bound on scales: a scale of 0 for all-zero rows would divide zero by zero.
@@ -13,8 +13,8 @@ SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
 
 def largest_of(dtype: str) -> float | None:
-    """Return the largest finite number of an 8-bit dtype, at which rounding saturates; None for a wider dtype."""
-    return EIGHT_BIT_FLOATS[dtype].largest if dtype in EIGHT_BIT_FLOATS else None
+    """Return the largest number of an 8-bit dtype, at which rounding saturates; None for a wider dtype."""
+    return EIGHT_BIT_DTYPES[dtype].largest if dtype in EIGHT_BIT_DTYPES else None
 
 
 def scale_of(x: Array, dtype: str) -> Array:
@@ -23,21 +23,27 @@ def scale_of(x: Array, dtype: str) -> Array:
     The result is float32 [...].
     """
     largest = jnp.max(jnp.abs(x), axis=-1, initial=0).astype(jnp.float32)
-    return jnp.maximum(largest / EIGHT_BIT_FLOATS[dtype].largest, SMALLEST_SCALE)
+    return jnp.maximum(largest / EIGHT_BIT_DTYPES[dtype].largest, SMALLEST_SCALE)
 
 
 def round_to_cache(x: Array, scale: Array | None, dtype: str) -> Array:
-    """Divide float32 or float64 [..., D] by a scale [...], and convert it to the dtype of a cache. NaN stays NaN."""
+    """Divide float32 or float64 [..., D] by a scale [...], and convert it to the dtype of a cache.
+
+    NaN stays NaN, or becomes 0 in a cache of integers.
+    """
     if scale is not None:
         x = x / scale[..., None].astype(x.dtype)
     largest = largest_of(dtype)
-    return (x if largest is None else jnp.clip(x, -largest, largest)).astype(dtype)
+    x = x if largest is None else jnp.clip(x, -largest, largest)
+    if dtype in EIGHT_BIT_INTEGERS:
+        x = jnp.where(jnp.isnan(x), 0, jnp.round(x))
+    return x.astype(dtype)
 
 
 def put_in_places(pages: Array, page: Array, offset: Array, rows: Array) -> Array:
     """Write rows into pages [P, page_size, ...] at page numbers and offsets; rows beyond the last page are dropped.
 
-    8-bit pages are written as bytes. Otherwise XLA may convert all of them to a wider dtype and back.
+    Pages of 8-bit floats are written as bytes. Otherwise XLA may convert all of them to a wider dtype and back.
     """
     if pages.dtype.name not in EIGHT_BIT_FLOATS:
         return pages.at[page, offset].set(rows, mode="drop")

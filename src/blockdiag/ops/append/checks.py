@@ -11,11 +11,11 @@ import numpy as np
 
 from blockdiag.common import validation
 from blockdiag.common.arrays import dtype_name, is_traced, known_values
-from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, FLOATS
+from blockdiag.common.dtype_table import EIGHT_BIT_DTYPES, EIGHT_BIT_FLOATS, FLOATS
 from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.common.sizes import is_symbolic
 from blockdiag.ops.append.problem import AppendProblem
-from blockdiag.ops.paged.checks import check_cache, check_cache_scale
+from blockdiag.ops.paged.checks import check_cache, check_cache_scale, check_integers_have_a_scale
 from blockdiag.ops.paged.problem import CacheScale
 
 
@@ -91,7 +91,7 @@ def _check_operands(key: Any, value: Any, key_pages: Any, value_pages: Any) -> N
         )
     if value.dtype != key.dtype:
         raise ValueError(f"`value` must have the dtype of `key`, {key.dtype}, got {value.dtype}; cast one of them")
-    allowed = tuple(EIGHT_BIT_FLOATS) if dtype in EIGHT_BIT_FLOATS else (dtype, *EIGHT_BIT_FLOATS)
+    allowed = tuple(EIGHT_BIT_FLOATS) if dtype in EIGHT_BIT_FLOATS else (dtype, *EIGHT_BIT_DTYPES)
     for name, pages, array in (("key_pages", key_pages, key), ("value_pages", value_pages, value)):
         operand = name.removesuffix("_pages")
         if pages.ndim != 4 or tuple(pages.shape[2:]) != tuple(array.shape[-2:]):
@@ -196,10 +196,11 @@ def _describe_rotary(rotary: Any, key: Any, kv_lengths: Any) -> RotaryProblem | 
 def _check_scale(name: str, scale: Any, batch: int, pages: Any) -> CacheScale:
     """Return the form of a scale; scales in pages are computed, and only 8-bit pages may have them."""
     kind = check_cache_scale(name, scale, batch, pages.shape[2], tuple(pages.shape[:3]))
-    if kind == "token" and dtype_name(pages.dtype) not in EIGHT_BIT_FLOATS:
+    check_integers_have_a_scale(name, scale, pages)
+    if kind == "token" and dtype_name(pages.dtype) not in EIGHT_BIT_DTYPES:
         cache = name.replace("scale", "pages")
         raise ValueError(
-            f"`{name}` as pages of scales needs `{cache}` of {list(EIGHT_BIT_FLOATS)}, got {pages.dtype}; wider pages "
+            f"`{name}` as pages of scales needs `{cache}` of {list(EIGHT_BIT_DTYPES)}, got {pages.dtype}; wider pages "
             "need no scale"
         )
     return kind

@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from blockdiag.common.derivatives import not_differentiable, on_common_axes
 from blockdiag.common.dispatch import (
@@ -32,8 +32,8 @@ from blockdiag.ops.paged.scales import canonical_scales
 @overload
 def moba_paged_attention(
     query: Float[Array, "B T N H"],
-    key_pages: Float[Array, "P page_size K H"],
-    value_pages: Float[Array, "P page_size K V"],
+    key_pages: Real[Array, "P page_size K H"],
+    value_pages: Real[Array, "P page_size K V"],
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     key_centroids: Float[Array, "B max_blocks K H"],
@@ -48,8 +48,8 @@ def moba_paged_attention(
 @overload
 def moba_paged_attention(
     query: Float[Array, "B T N H"],
-    key_pages: Float[Array, "P page_size K H"],
-    value_pages: Float[Array, "P page_size K V"],
+    key_pages: Real[Array, "P page_size K H"],
+    value_pages: Real[Array, "P page_size K V"],
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     key_centroids: Float[Array, "B max_blocks K H"],
@@ -63,8 +63,8 @@ def moba_paged_attention(
 
 def moba_paged_attention(
     query: Float[Array, "B T N H"],
-    key_pages: Float[Array, "P page_size K H"],
-    value_pages: Float[Array, "P page_size K V"],
+    key_pages: Real[Array, "P page_size K H"],
+    value_pages: Real[Array, "P page_size K V"],
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     key_centroids: Float[Array, "B max_blocks K H"],

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from blockdiag.common.derivatives import not_differentiable, on_common_axes
 from blockdiag.common.dispatch import call_implementation, normalise_implementation, resolve
@@ -32,8 +32,8 @@ from blockdiag.ops.paged.scales import canonical_scales
 @overload
 def paged_attention(
     query: Float[Array, "*tokens N H"],
-    key_pages: Float[Array, "P page_size K H"],
-    value_pages: Float[Array, "P page_size K V"] | None,
+    key_pages: Real[Array, "P page_size K H"],
+    value_pages: Real[Array, "P page_size K V"] | None,
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     *,
@@ -45,8 +45,8 @@ def paged_attention(
 @overload
 def paged_attention(
     query: Float[Array, "*tokens N H"],
-    key_pages: Float[Array, "P page_size K H"],
-    value_pages: Float[Array, "P page_size K V"] | None,
+    key_pages: Real[Array, "P page_size K H"],
+    value_pages: Real[Array, "P page_size K V"] | None,
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     *,
@@ -57,8 +57,8 @@ def paged_attention(
 
 def paged_attention(
     query: Float[Array, "*tokens N H"],
-    key_pages: Float[Array, "P page_size K H"],
-    value_pages: Float[Array, "P page_size K V"] | None,
+    key_pages: Real[Array, "P page_size K H"],
+    value_pages: Real[Array, "P page_size K V"] | None,
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     *,

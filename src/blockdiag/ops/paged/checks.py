@@ -12,7 +12,7 @@ import numpy as np
 
 from blockdiag.common import validation
 from blockdiag.common.arrays import dtype_name, is_traced, known_values
-from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, FLOATS
+from blockdiag.common.dtype_table import EIGHT_BIT_DTYPES, EIGHT_BIT_FLOATS, EIGHT_BIT_INTEGERS, FLOATS
 from blockdiag.common.sizes import is_symbolic, smaller_bound
 from blockdiag.ops.paged.problem import NO_BOUND, WIDE_HEAD, CacheScale, PagedProblem
 from blockdiag.ops.paged.splits import choose_splits
@@ -71,6 +71,8 @@ def describe_paged_call(
             "`key_scale` is a factor on both"
         )
     value_kind = check_cache_scale("value_scale", value_scale, batch, key_heads, pool)
+    check_integers_have_a_scale("key_scale", key_scale, key_pages)
+    check_integers_have_a_scale("value_scale", value_scale, value_pages)
     if value_pages is None:
         value_kind = key_kind
     split_size = _check_split_size(split_size)
@@ -187,7 +189,7 @@ def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:
         raise ValueError(
             f"`query` must have one of the dtypes {[*FLOATS, *EIGHT_BIT_FLOATS]}, got {query.dtype}; cast it first"
         )
-    allowed = tuple(EIGHT_BIT_FLOATS) if dtype in EIGHT_BIT_FLOATS else (dtype, *EIGHT_BIT_FLOATS)
+    allowed = tuple(EIGHT_BIT_FLOATS) if dtype in EIGHT_BIT_FLOATS else (dtype, *EIGHT_BIT_DTYPES)
     for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
         if pages is not None and dtype_name(pages.dtype) not in allowed:
             raise ValueError(
@@ -212,7 +214,7 @@ def check_query_dtype(query_dtype: Any, query: Any, key_pages: Any, value_pages:
     for argument, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
         if pages is not None and dtype_name(pages.dtype) not in EIGHT_BIT_FLOATS:
             raise ValueError(
-                f"`query_dtype` needs `{argument}` of an eight-bit dtype, {list(EIGHT_BIT_FLOATS)}, got {pages.dtype}; "
+                f"`query_dtype` needs `{argument}` of eight-bit floats, {list(EIGHT_BIT_FLOATS)}, got {pages.dtype}; "
                 "leave `query_dtype` out"
             )
     return name
@@ -409,6 +411,16 @@ def check_cache_scale(
         f"`{name}` must have shape (), ({batch}, {key_heads}), one for each sequence and key head, "
         f"{by_token}got {shape}"
     )
+
+
+def check_integers_have_a_scale(name: str, scale: Any, pages: Any) -> None:
+    """Check that a cache of integers has a scale, whose multiples they are; `pages` may be None."""
+    if scale is None and pages is not None and dtype_name(pages.dtype) in EIGHT_BIT_INTEGERS:
+        cache = name.replace("scale", "pages")
+        raise ValueError(
+            f"`{name}` must be given for `{cache}` of {pages.dtype}, which are multiples of it, got None; pass pages "
+            "of scales, or 1.0 if the integers themselves are meant"
+        )
 
 
 def _check_num_splits(num_splits: Any, split_size: int | None, max_keys: int) -> int:

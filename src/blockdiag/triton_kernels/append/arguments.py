@@ -103,9 +103,11 @@ class RowFormat:
         has_rotary: whether rows are rotated.
         has_positions: whether rotary positions are given; otherwise they are positions in the sequence.
         scale: what a scale belongs to.
-        largest: the largest finite number of an eight-bit dtype, otherwise None.
-        grid: factor of the offset that rounds to the dtype's grid, or None if the machine's conversion rounds.
-        lowest: the smallest normal number of an eight-bit dtype, otherwise None.
+        largest: the largest number of an eight-bit dtype, otherwise None.
+        is_integer: whether the dtype is an integer.
+        grid: of an integer, the offset that rounds to integers. Of a float, the factor of the offset that rounds to the
+            dtype's grid, or None if the machine's conversion rounds.
+        lowest: the smallest normal number of an eight-bit float, otherwise None.
         smallest_scale: lower bound of scales that are computed from rows.
     """
 
@@ -118,6 +120,7 @@ class RowFormat:
     has_positions: bool
     scale: Literal["none", "head", "token"]
     largest: float | None
+    is_integer: bool
     grid: float | None
     lowest: float | None
     smallest_scale: float

@@ -112,7 +112,7 @@ def row_scale(b_first, b_second, p_scale, b_sequence, head, m_row, FORMAT: tl.co
 
 @triton.jit
 def round_to_cache(b_x, b_scale, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Divide f32 values by a scale and convert them to a cache's dtype. Eight-bit floats saturate at finite values.
+    """Divide f32 values by a scale and convert them to a cache's dtype. Eight-bit values saturate.
 
     `grid` is set if the machine's conversion to eight bits does not round to nearest even. Values are then rounded by
     adding and subtracting a large offset, whose last bit is the grid's spacing. The later conversion is exact.
@@ -123,7 +123,10 @@ def round_to_cache(b_x, b_scale, dtype: tl.constexpr, FORMAT: tl.constexpr):
         b_x = tl.div_rn(b_x, tl.broadcast_to(b_scale[:, None], b_x.shape))
     if LARGEST is not None:
         b_x = tl.where(b_x > LARGEST, LARGEST, tl.where(b_x < -LARGEST, -LARGEST, b_x))
-        if FORMAT.grid is not None:
+        if FORMAT.is_integer:
+            # Integers have no NaN.
+            b_x = tl.where(b_x == b_x, (b_x + FORMAT.grid) - FORMAT.grid, 0.0)
+        elif FORMAT.grid is not None:
             # Round magnitudes and restore the sign bit, because a sum of zero would lose it.
             b_bits = b_x.to(tl.int32, bitcast=True)
             b_power = (b_bits & 0x7F800000).to(tl.float32, bitcast=True)

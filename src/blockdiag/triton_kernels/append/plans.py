@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, ELEMENT_TYPES, KERNEL_FLOATS, lacking_dtype
+from blockdiag.common.dtype_table import (
+    EIGHT_BIT_DTYPES,
+    EIGHT_BIT_FLOATS,
+    EIGHT_BIT_INTEGERS,
+    ELEMENT_TYPES,
+    KERNEL_FLOATS,
+    lacking_dtype,
+)
 from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.ops.append.problem import AppendProblem
 from blockdiag.triton_kernels.append.arguments import (
@@ -25,10 +32,10 @@ from blockdiag.triton_kernels.launch.plan import (
 )
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
-_DTYPES = (*KERNEL_FLOATS, *EIGHT_BIT_FLOATS)
-
 # The first architecture that rounds float32 to eight-bit floats in one instruction.
 _FIRST_THAT_ROUNDS = 90
+# The last bit of float32 numbers in [2^23, 2^24) is 1.
+_INTEGER_GRID = 1.5 * 2.0**23
 
 _MAX_DIM = 1024
 _SMALLEST_SCALE = 2.0**-126
@@ -54,10 +61,10 @@ def supports(problem: AppendProblem) -> str | None:
 def takes_rows(dtypes: Mapping[str, str], table_dtype: str | None, head_dim: int, value_dim: int) -> str | None:
     """Return None if the kernel supports these dtypes, by array name, and head sizes; otherwise the reason."""
     for name, dtype in dtypes.items():
-        if dtype not in _DTYPES:
+        if dtype not in (*KERNEL_FLOATS, *(EIGHT_BIT_FLOATS if name == "key" else EIGHT_BIT_DTYPES)):
             return (
-                f"the Triton kernel takes bfloat16, float16, float32 and eight-bit floats, and `{name}` is {dtype}; "
-                "use implementation='xla'"
+                f"the Triton kernel takes bfloat16, float16, float32, eight-bit floats and caches of int8, and "
+                f"`{name}` is {dtype}; use implementation='xla'"
             )
     if table_dtype == "float64":
         return "the Triton kernel takes no float64 tables of rotary embedding; make them float32"
@@ -223,7 +230,8 @@ class AppendLaunch:
     ) -> RowFormat:
         """Return how rows of heads of `dim` elements are rotated and rounded to `dtype`."""
         half = -(-dim // 2)
-        narrow, grid = EIGHT_BIT_FLOATS.get(dtype), None
+        narrow, integer = EIGHT_BIT_FLOATS.get(dtype), EIGHT_BIT_INTEGERS.get(dtype)
+        grid = None if integer is None else _INTEGER_GRID
         if narrow is not None and arch < _FIRST_THAT_ROUNDS:
             grid = 1.5 * 2.0 ** (23 - narrow.fraction_bits)
         return RowFormat(
@@ -235,7 +243,8 @@ class AppendLaunch:
             has_rotary=rotary is not None,
             has_positions=rotary is not None and rotary.positions == "explicit",
             scale=scale,
-            largest=None if narrow is None else narrow.largest,
+            largest=EIGHT_BIT_DTYPES[dtype].largest if dtype in EIGHT_BIT_DTYPES else None,
+            is_integer=integer is not None,
             grid=grid,
             lowest=None if narrow is None else narrow.smallest_normal,
             smallest_scale=_SMALLEST_SCALE,

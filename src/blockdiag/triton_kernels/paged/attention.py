@@ -70,13 +70,13 @@ def tile_row(arrays, scalars, at, batch, SHAPE: tl.constexpr):
 
 @triton.jit
 def widen_byte(b_byte, KIND: tl.constexpr):
-    """Convert eight-bit floats, held as the low bytes of unsigned 16-bit integers, to float16."""
+    """Convert eight-bit numbers, held as the low bytes of unsigned 16-bit integers, to float16."""
     return b_byte.to(tl.uint8).to(KIND, bitcast=True).to(tl.float16)
 
 
 @triton.jit
 def widen_pairs(b_pair, KIND: tl.constexpr, MACHINE: tl.constexpr):
-    """Convert pairs of eight-bit floats, held as unsigned 16-bit integers, to two float16 blocks.
+    """Convert pairs of eight-bit numbers, held as unsigned 16-bit integers, to two float16 blocks.
 
     Pairs move from shared memory to the tensor cores like 16-bit values, while single bytes would be moved one by one.
     A register holds two pairs, whose bytes one instruction reorders.
@@ -87,6 +87,21 @@ def widen_pairs(b_pair, KIND: tl.constexpr, MACHINE: tl.constexpr):
             """
             prmt.b32 $0, $2, 0, 0x2404;
             prmt.b32 $1, $2, 0, 0x3414;
+            """, "=r,=r,r", [b_pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    elif MACHINE and KIND.is_int8():
+        # The float16 with the upper byte 0x64 and the lower byte b is 1024 + b. With the sign bit of an integer x
+        # flipped, b is x + 128, so that 1152 (0x6480) is subtracted.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 shifted, even, odd, offset;
+            mov.b32 offset, 0x64806480;
+            xor.b32 shifted, $2, 0x80808080;
+            prmt.b32 even, shifted, 0x64646464, 0x4240;
+            prmt.b32 odd, shifted, 0x64646464, 0x4341;
+            sub.rn.f16x2 $0, even, offset;
+            sub.rn.f16x2 $1, odd, offset;
+            }
             """, "=r,=r,r", [b_pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
     elif MACHINE:
         return tl.inline_asm_elementwise(
@@ -245,7 +260,7 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
     if OPTIONS.has_score_scale:
         b_factor *= tl.load(arrays.score_scale + sequence * SHAPE.key_heads + key_head)
     if KEY_KIND is not None:
-        # float16 represents all eight-bit floats. Queries are scaled by a power of two to a maximum below 2, so that
+        # float16 represents all eight-bit numbers. Queries are scaled by a power of two to a maximum below 2, so that
         # they fit float16, too.
         b_wide = b_query.to(tl.float32)
         b_wide_odd = load_query(arrays.query, b_place, o_column * 2 + 1, m_row, SHAPE, ROW_AXIS).to(tl.float32)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, ELEMENT_TYPES
+from blockdiag.common.dtype_table import EIGHT_BIT_DTYPES, ELEMENT_TYPES
 from blockdiag.ops.paged.problem import WIDE_HEAD, PagedProblem
 from blockdiag.triton_kernels.launch.compile import shared_limit
 from blockdiag.triton_kernels.launch.compiler_versions import Adjustment
@@ -70,7 +70,7 @@ def padded_columns(size: int, dtype: str) -> int:
 
     Eight-bit tiles need at least 32, because their even and odd columns are multiplied separately.
     """
-    return max(32 if dtype in EIGHT_BIT_FLOATS else 16, next_power_of_2(size))
+    return max(32 if dtype in EIGHT_BIT_DTYPES else 16, next_power_of_2(size))
 
 
 def key_columns(problem: PagedProblem) -> tuple[int, int]:
@@ -121,7 +121,7 @@ def _preferred_config(problem: PagedProblem, arch: int) -> SplitConfig:
     if problem.query_dtype == "float32":
         return SplitConfig(rows=min(rows, 16), keys=16, num_warps=4, loop_stages=1)
     widest = max(problem.head_dim, problem.value_dim)
-    is_narrow = problem.key_dtype in EIGHT_BIT_FLOATS and problem.value_dtype in EIGHT_BIT_FLOATS
+    is_narrow = problem.key_dtype in EIGHT_BIT_DTYPES and problem.value_dtype in EIGHT_BIT_DTYPES
     if rows == 64 and not is_narrow:
         # Enough rows to be the left operand, so that each warp has its own rows.
         num_warps = 8 if uses_mma_sync(arch) else 4  # with mma.sync all of a tile's results are in registers
@@ -152,7 +152,7 @@ def _wide_config(problem: PagedProblem, arch: int) -> SplitConfig:
     rows, limit = row_tile(problem), shared_limit(arch) or shared_limit(120)
     assert limit is not None
     columns, results = sum(key_columns(problem)), value_columns(problem)
-    is_key_narrow, is_value_narrow = problem.key_dtype in EIGHT_BIT_FLOATS, problem.value_dtype in EIGHT_BIT_FLOATS
+    is_key_narrow, is_value_narrow = problem.key_dtype in EIGHT_BIT_DTYPES, problem.value_dtype in EIGHT_BIT_DTYPES
     key_bytes = columns * (1 if is_key_narrow else 2)
     value_bytes = results * (1 if is_value_narrow else 2) if problem.has_value_pages else 0
 

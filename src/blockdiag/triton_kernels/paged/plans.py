@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, KERNEL_FLOATS, lacking_dtype
+from blockdiag.common.dtype_table import EIGHT_BIT_DTYPES, EIGHT_BIT_FLOATS, KERNEL_FLOATS, lacking_dtype
 from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.launch.compiler_versions import adjusted
 from blockdiag.triton_kernels.launch.plan import (
@@ -88,12 +88,13 @@ def takes_cache(
     """Return None if the kernels support these dtypes and head sizes; otherwise the reason and the remedy."""
     given = {"query": query_dtype, "key_pages": key_dtype, "value_pages": value_dtype}
     for name, dtype in given.items():
-        if dtype not in (*KERNEL_FLOATS, *EIGHT_BIT_FLOATS):
+        eight_bits = EIGHT_BIT_FLOATS if name == "query" else EIGHT_BIT_DTYPES
+        if dtype not in (*KERNEL_FLOATS, *eight_bits):
             return (
-                f"the Triton kernels take bfloat16, float16, float32 and eight-bit floats, and `{name}` is {dtype}; "
-                "use implementation='xla'"
+                f"the Triton kernels take bfloat16, float16, float32, eight-bit floats and caches of int8, and "
+                f"`{name}` is {dtype}; use implementation='xla'"
             )
-    wide = {dtype for dtype in given.values() if dtype not in EIGHT_BIT_FLOATS}
+    wide = {dtype for dtype in given.values() if dtype not in EIGHT_BIT_DTYPES}
     if len(wide) > 1 or ("float32" in wide and len(set(given.values())) > 1):
         return (
             f"the Triton kernels take queries and caches of one dtype, or eight-bit caches beside 16-bit queries; got "
@@ -109,10 +110,10 @@ def takes_cache(
 
 
 def _kind_of(dtype: str) -> Any:
-    """Return Triton's dtype for an eight-bit float, or None for a wider dtype."""
+    """Return Triton's dtype for an eight-bit dtype, or None for a wider one."""
     import triton.language as tl
 
-    return {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}.get(dtype)
+    return {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5, "int8": tl.int8}.get(dtype)
 
 
 # Hopper has 50 MB of L2.
