@@ -137,6 +137,18 @@ def test_paged_attention_with_every_option_is_partitioned(is_contiguous, kind):
     assert_divides(attend, arrays, specs, kind)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_contiguous", [False, True])
+def test_paged_attention_to_integers_is_partitioned(is_contiguous, kind):
+    arrays, specs = everything_about(4, is_contiguous)
+    arrays |= {name: jnp.round(arrays[name] * 40).astype(jnp.int8) for name in ("key_pages", "value_pages")}
+
+    def attend(page_table=None, **arrays):
+        return paged_attention(page_table=page_table, **arrays, scale=0.01, return_residual=True)
+
+    assert_divides(attend, arrays, specs, kind)
+
+
 def appended(batch, form):
     """Return arguments that append to a contiguous cache or to pages of a table, and specs."""
     draw = np.random.default_rng(4)
@@ -150,7 +162,7 @@ def appended(batch, form):
     arrays = {
         "key": floats(*tokens, KEY_HEADS, WIDTH),
         "value": floats(*tokens, KEY_HEADS, 24),
-        "key_pages": floats(pages, size, KEY_HEADS, WIDTH).astype(jnp.float8_e4m3fn),
+        "key_pages": floats(pages, size, KEY_HEADS, WIDTH).astype("int8" if "int8" in form else "float8_e4m3fn"),
         "value_pages": floats(pages, size, KEY_HEADS, 24),
         "kv_lengths": jnp.asarray([18, 3, 32, 9], jnp.int32)[:batch],
         "key_scale": jnp.exp(floats(pages, size, KEY_HEADS)),
@@ -175,7 +187,9 @@ def append(page_table=None, cos=None, sin=None, **arrays):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["table", "contiguous", "table, packed", "contiguous, packed"])
+@pytest.mark.parametrize(
+    "form", ["table", "contiguous", "table, packed", "contiguous, packed", "table, int8", "contiguous, packed, int8"]
+)
 @pytest.mark.division("batch", "heads", operation="append")
 def test_append_in_every_form_is_partitioned(form, kind):
     """With packed tokens, each device of a contiguous cache writes the tokens of its own sequences."""

@@ -18,6 +18,11 @@ LARGE = {
         key_dtype=E4M3, value_dtype=E5M2, key_scale="token", value_scale="token", block_size=128, max_blocks=12,
         rotary=RotaryCase(),
     ),
+    "prefill, int8, computed scales": AppendCase(
+        before=(0, 300, 5), new=(1000, 1, 64), layout="packed", padding=7, key_heads=8, head_dim=128, value_dim=64,
+        key_dtype="int8", value_dtype="int8", key_scale="token", value_scale="token", block_size=128, max_blocks=12,
+        rotary=RotaryCase(),
+    ),
     "batch, float16, pages of 3": AppendCase(
         before=(127, 40, 200), new=(64, 64, 64), page_size=3, key_heads=8, head_dim=72, dtype="float16",
         block_size=48, rotary=RotaryCase(tables="explicit", interleaved=True, dtype="float16"),
@@ -51,6 +56,22 @@ def test_append_rounds_to_nearest_float8(dtype, implementation):
     middles = (numbers[1:] + numbers[:-1]) / 2
     beside = [np.nextafter(middles, np.float32(to)) for to in (-np.inf, np.inf)]
     tests = np.concatenate([middles, *beside, np.asarray([1e9, -1e9], np.float32)])
+    arguments["key"][0, 0, 0, : tests.size] = tests
+    results = jax.jit(case.append(implementation))(**arguments)
+    assert_appended(case, {name: np.asarray(x) for name, x in zip(case.written, results, strict=True)}, arguments)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_append_rounds_to_nearest_integer(implementation):
+    """The keys are midpoints of integers, their float32 neighbours, values out of range and NaN."""
+    case = AppendCase(
+        before=(0,), new=(1,), key_heads=1, head_dim=1024, dtype="float32", key_dtype="int8", key_scale="head"
+    )
+    arguments = case.arguments()
+    arguments["key_scale"][:] = 1
+    middles = np.arange(-129.5, 130, dtype=np.float32)
+    beside = [np.nextafter(middles, np.float32(to)) for to in (-np.inf, np.inf)]
+    tests = np.concatenate([middles, *beside, np.asarray([1e9, -np.inf, np.inf, 1e-30, np.nan], np.float32)])
     arguments["key"][0, 0, 0, : tests.size] = tests
     results = jax.jit(case.append(implementation))(**arguments)
     assert_appended(case, {name: np.asarray(x) for name, x in zip(case.written, results, strict=True)}, arguments)

@@ -36,6 +36,19 @@ CASES = {
         score_scale=True, key_scale="token", value_scale="token", cache_dtype=E4M3, value_dim=64, scale=0.1,
     ),
     "wide heads, contiguous": replace(head_dim=256, page_size=None, is_causal=False, window=(90, 7), query_tokens=2),
+    "int8, scales by token, pages of 1": replace(
+        cache_dtype="int8", key_scale="token", value_scale="token", page_size=1, num_splits=3
+    ),
+    "int8, scales by head, float16": replace(
+        cache_dtype="int8", score_scale=True, value_scale="head", dtype="float16", page_size=64, query_heads=10
+    ),
+    "int8, sixteen queries, everything": replace(
+        query_tokens=16, query_lengths=(16, 1, 0, 3, 16, 9), window=(200, None), soft_cap=5.0, sinks=True, num_splits=2,
+        score_scale=True, key_scale="token", value_scale="token", cache_dtype="int8", value_dim=64, page_size=3,
+    ),
+    "int8 keys, e4m3 values, contiguous": replace(
+        cache_dtype="int8", key_scale="token", value_dtype=E4M3, page_size=None, query_tokens=2
+    ),
     "queries of eight bits": replace(dtype=E5M2, cache_dtype=E4M3, value_scale="head"),
     "latent": replace(
         is_latent=True, head_dim=576, value_dim=512, query_heads=128, key_heads=1, page_size=64, num_splits=3,
@@ -66,6 +79,21 @@ def test_paged_attention_is_accurate_and_repeatable(name):
     assert_accurate(CASES[name], results[0])
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_integer_is_read_exactly(dtype):
+    """A sequence with a single key returns its value: each integer times its scale."""
+    case = PagedCase(
+        kv_lengths=(1, 1), head_dim=16, value_dim=128, dtype=dtype, cache_dtype="int8", key_scale="token",
+        value_scale="token",
+    )  # fmt: skip
+    value = np.arange(-128, 128, dtype=np.int8).reshape(2, 1, 1, 128)
+    value_scale = np.asarray([0.5, 2.0], np.float32)[:, None, None]
+    case.__dict__["dense"] = case.dense | {"value": value, "value_scale": value_scale}
+    run, arrays = compiled(case)
+    output = np.asarray(run(arrays)[0][:, 0]).astype(np.float32)
+    np.testing.assert_array_equal(output, np.repeat(value[:, :, 0].astype(np.float32) * value_scale, 2, 1))
 
 
 def test_fixed_split_size_results_do_not_depend_on_the_batch():

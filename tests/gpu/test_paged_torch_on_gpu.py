@@ -68,6 +68,22 @@ CASES = {
         page_size=None, score_scale=True, value_scale="head", cache_dtype=E4M3, is_causal=False, window=(90, 7),
         query_tokens=2,
     ),
+    "int8, scales of tokens": replace(cache_dtype="int8", key_scale="token", value_scale="token", num_splits=3),
+    "int8, scales of heads, float16": replace(
+        cache_dtype="int8", score_scale=True, value_scale="head", dtype="float16", page_size=64
+    ),
+    "int8, drafts, everything": replace(
+        query_tokens=4, query_lengths=(4, 1, 0, 3, 4, 2), window=(200, None), soft_cap=5.0, sinks=True, num_splits=2,
+        score_scale=True, key_scale="token", value_scale="token", cache_dtype="int8", value_dim=64, page_size=1,
+    ),
+    "int8, sixty-four queries": replace(
+        cache_dtype="int8", key_scale="token", value_scale="token", query_tokens=64, kv_lengths=(64, 200)
+    ),
+    "latent, int8, scales of tokens": latent(cache_dtype="int8", key_scale="token", num_splits=3),
+    "latent, int8, few heads": latent(query_heads=16, cache_dtype="int8", key_scale="token", page_size=64),
+    "wide heads, int8": replace(
+        head_dim=512, query_heads=16, page_size=64, cache_dtype="int8", score_scale=True, value_scale="token"
+    ),
     "queries of eight bits": replace(dtype=E4M3, score_scale=True, query_heads=10),
     "float32": replace(dtype="float32", head_dim=40, value_dim=24, query_heads=2, kv_lengths=(70, 3)),
     "latent": LATENT,

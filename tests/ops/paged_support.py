@@ -245,6 +245,9 @@ MIXED_CASES = {
     ),
     "more queries than keys": dataclasses.replace(MIXED, kv_lengths=(30, 1, 9, 0, 7, 1), score_scale=True),
     "queries of eight bits": dataclasses.replace(MIXED, dtype="float8_e5m2", value_scale="token"),
+    "int8, scales of tokens": dataclasses.replace(
+        MIXED, key_scale="token", value_scale="token", dtype="bfloat16", cache_dtype="int8", key_heads=2, page_size=3
+    ),
     "latent": dataclasses.replace(
         MIXED, is_latent=True, head_dim=24, value_dim=16, key_scale="token", dtype="bfloat16",
         cache_dtype="float8_e4m3fn",
@@ -270,6 +273,9 @@ PROMPT_CASES = {
     ),
     "more queries than keys": dataclasses.replace(PROMPTS, kv_lengths=(100, 700, 9, 0, 1, 129)),
     # The plain kernel computes these on Hopper, too.
+    "int8, scales by token": dataclasses.replace(
+        PROMPTS, cache_dtype="int8", key_scale="token", value_scale="token", window=(100, None), sinks=True
+    ),
     "values of another width": dataclasses.replace(PROMPTS, value_dim=64),
     "scales": dataclasses.replace(PROMPTS, score_scale=True, value_scale="head"),
     "e4m3": dataclasses.replace(PROMPTS, dtype="float8_e4m3fn", eight_bit_products=True),

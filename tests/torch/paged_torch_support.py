@@ -20,6 +20,17 @@ CASES = {
         cache_dtype="float8_e4m3fn", scale=0.3,
     ),
     "not causal": PagedCase(kv_lengths=(2, 40), query_tokens=3, is_causal=False, window=(20, 1), dtype="float16"),
+    "int8": PagedCase(
+        kv_lengths=(2, 0, 40), query_lengths=(3, 1, 2), query_tokens=3, query_heads=4, key_heads=2, sinks=True,
+        score_scale=True, key_scale="token", value_scale="token", dtype="bfloat16", cache_dtype="int8", num_splits=2,
+    ),
+    "int8, scales of heads, contiguous": PagedCase(
+        kv_lengths=(2, 40), dtype="float16", cache_dtype="int8", score_scale=True, value_scale="head", page_size=None
+    ),
+    "latent, int8": PagedCase(
+        kv_lengths=(2, 40), query_heads=4, is_latent=True, head_dim=24, value_dim=16, key_scale="token",
+        dtype="bfloat16", cache_dtype="int8",
+    ),
     "e5m2 queries": PagedCase(kv_lengths=(1, 40), dtype="float8_e5m2", score_scale=True, value_scale="head"),
     "latent": PagedCase(
         kv_lengths=(2, 40), query_tokens=3, query_heads=4, is_latent=True, head_dim=24, value_dim=16,

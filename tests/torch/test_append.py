@@ -69,7 +69,14 @@ def check(case, append, arrays=None):
 
 
 @pytest.mark.parametrize(
-    "name", ["centroids, packed, rotary, computed scales", "contiguous", "rotary by token, 16-bit tables"]
+    "name",
+    [
+        "centroids, packed, rotary, computed scales",
+        "contiguous",
+        "rotary by token, 16-bit tables",
+        "int8, computed scales",
+        "int8, scales of heads, contiguous",
+    ],
 )
 def test_results_are_exact(name):
     check(CASES[name], append_to_pages)

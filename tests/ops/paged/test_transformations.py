@@ -85,6 +85,20 @@ def test_vmap_matches_a_loop(function, axes):
     assert_close(compiled_quickly(jax.vmap(function, in_axes))(*arrays), expected)
 
 
+def test_vmap_over_pages_and_scales_of_integers_matches_a_loop():
+    arguments, generator = simple_arguments(tokens=2), np.random.default_rng(2)
+    pages = [jnp.asarray(generator.integers(-128, 128, (3, 7, 4, 2, 8)), jnp.int8) for _ in range(2)]
+    scales = jnp.asarray(generator.uniform(0.01, 0.05, (3, 7, 4, 2)), jnp.float32)
+
+    def call(key_pages, value_pages, key_scale):
+        pages = dict(key_pages=key_pages, value_pages=value_pages, key_scale=key_scale, value_scale=0.02)
+        return attend(**(arguments | pages))
+
+    in_axes = (0, None, 0)
+    operands = pages[0], pages[1][0], scales
+    assert_close(compiled_quickly(jax.vmap(call, in_axes))(*operands), loop(call, in_axes, *operands))
+
+
 def test_vmap_clips_page_numbers_within_an_element():
     """A page number beyond the pool is clipped to it, not into the next element's pages."""
     arguments = simple_arguments()
