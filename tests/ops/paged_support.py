@@ -6,7 +6,6 @@ Loops in NumPy compute caches, masks and attention, independently of the library
 import dataclasses
 import functools
 import importlib
-import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -339,7 +338,7 @@ def _by_loops(case: PagedCase, wide: Any, rounded: Callable[[np.ndarray], np.nda
             value = value * scale.reshape(-1, 1)
         key, value = rounded(key), rounded(value)
         for i in range(num_queries):
-            keys = [j for j in range(length) if _is_seen(case, length - num_queries + i, j)]
+            keys = _seen_keys(case, length - num_queries + i, length)
             scores = rounded(wide(problem.scale) * (key[keys] @ rounded(dense["query"][b, i, n])))
             if case.soft_cap is not None:
                 scores = rounded(case.soft_cap * np.tanh(scores / wide(case.soft_cap)))
@@ -357,9 +356,13 @@ def _by_loops(case: PagedCase, wide: Any, rounded: Callable[[np.ndarray], np.nda
     return output, log_sum
 
 
-def _is_seen(case: PagedCase, position: int, key: int) -> bool:
-    left, right = (math.inf if size is None else size for size in case.window)
-    return (key <= position or not case.is_causal) and position - left <= key <= position + right
+def _seen_keys(case: PagedCase, position: int, length: int) -> slice:
+    """Return the keys of a sequence that a query at a position sees."""
+    left, right = case.window
+    last = length - 1 if right is None else min(length - 1, position + right)
+    last = min(last, position) if case.is_causal else last
+    first = 0 if left is None else max(0, position - left)
+    return slice(first, max(first, last + 1))
 
 
 def assert_accurate(case: PagedCase, actual: Sequence[Any]) -> None:
