@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, FLOATS
+from blockdiag.common.dtype_table import EIGHT_BIT_DTYPES, EIGHT_BIT_FLOATS, FLOATS
 from blockdiag.common.operation import Operation
 from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.fusion.api import trace
@@ -163,8 +163,8 @@ def _caches(usual: PagedProblem) -> list[Row]:
 
     return [
         Row("dtype of queries and cache", {dtype: of(dtype, dtype) for dtype in FLOATS}),
-        Row("8-bit cache, 16-bit queries", {dtype: of("bfloat16", dtype) for dtype in EIGHT_BIT_FLOATS}),
-        Row("8-bit cache, float32 queries", {dtype: of("float32", dtype) for dtype in EIGHT_BIT_FLOATS}),
+        Row("8-bit cache, 16-bit queries", {dtype: of("bfloat16", dtype) for dtype in EIGHT_BIT_DTYPES}),
+        Row("8-bit cache, float32 queries", {dtype: of("float32", dtype) for dtype in EIGHT_BIT_DTYPES}),
         Row("8-bit cache and queries", {dtype: of(dtype, dtype) for dtype in EIGHT_BIT_FLOATS}),
         Row("keys of 8 bits, values of 16", _flag(of("bfloat16", "bfloat16"), key_dtype="float8_e4m3fn")),
     ]
@@ -204,8 +204,8 @@ def _append() -> list[Row]:
 
     return [
         Row("dtype of keys, values and cache", {dtype: of(dtype, dtype) for dtype in FLOATS}),
-        Row("8-bit cache, 16-bit keys", {dtype: of("bfloat16", dtype) for dtype in EIGHT_BIT_FLOATS}),
-        Row("8-bit cache, float32 keys", {dtype: of("float32", dtype) for dtype in EIGHT_BIT_FLOATS}),
+        Row("8-bit cache, 16-bit keys", {dtype: of("bfloat16", dtype) for dtype in EIGHT_BIT_DTYPES}),
+        Row("8-bit cache, float32 keys", {dtype: of("float32", dtype) for dtype in EIGHT_BIT_DTYPES}),
         Row("H", _changed(usual, "head_dim", (1, 3, 64, 80, 256, 512, 1024, 1025))),
         Row("packed tokens", _flag(usual, query_tokens=None, has_query_lengths=True)),
         Row("rotary embedding", _flag(usual, rotary=rotary)),

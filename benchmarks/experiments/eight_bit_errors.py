@@ -2,9 +2,9 @@
 
     python -m benchmarks.experiments.eight_bit_errors errors.csv
 
-Each row is the relative root mean square error of one way to round: which scales the cache has, whether queries and
-keys are rotated by a Hadamard matrix first, and whether queries and weights are rounded to e4m3, too. Sums are exact
-here, so rounding alone is compared. The inputs are normally distributed, and
+Each row is the relative root mean square error of one way to round: which dtype and scales the cache has, whether
+queries and keys are rotated by a Hadamard matrix first, and whether queries and weights are rounded to e4m3, too. Sums
+are exact here, so rounding alone is compared. The inputs are normally distributed, and
 
 - "outliers": 2 of 128 features of queries, 2 other ones of keys, and 1 of 64 tokens of values are 20 times as large;
 - "sink of 12", 13 or 14: the scores of one key are that number, and its values are 0. There are 16,384 keys.
@@ -18,20 +18,22 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-QUERIES, KEYS, WIDTH, LARGEST = 64, 4096, 128, 448.0
+QUERIES, KEYS, WIDTH = 64, 4096, 128
+LARGEST = {"e4m3": 448.0, "int8": 127.0}
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
-def rounded(x, scale):
-    """Return x [rows, width] as it is after rounding to e4m3 in units of a scale, saturating at the largest number."""
-    return np.clip(x / scale, -LARGEST, LARGEST).astype(E4M3).astype(np.float64) * scale
+def rounded(x, scale, dtype="e4m3"):
+    """Return x [rows, width] rounded to a dtype in units of a scale, saturating at the largest number."""
+    units = np.clip(x / scale, -LARGEST[dtype], LARGEST[dtype])
+    return (np.rint(units) if dtype == "int8" else units.astype(E4M3).astype(np.float64)) * scale
 
 
-def scale_of(x, form):
+def scale_of(x, form, dtype="e4m3"):
     """Return scales of rows: 1, one that maps the largest element to the largest number, or one for each row."""
     if form == "none":
         return 1.0
-    return np.abs(x).max(axis=1 if form == "token" else None, keepdims=True) / LARGEST
+    return np.abs(x).max(axis=1 if form == "token" else None, keepdims=True) / LARGEST[dtype]
 
 
 def hadamard(size):
@@ -68,12 +70,13 @@ def attend(query, key, value, *, rounds_weights):
 
 
 def error(kind, form, rotates, rounds):
-    """Return the relative root mean square error; `rounds` is "cache" or "everything"."""
+    """Return the relative root mean square error; `rounds` is "cache", "int8 cache" or "everything"."""
     query, key, value = make_inputs(kind)
     exact = attend(query, key, value, rounds_weights=False)
     if rotates:
         query, key = query @ hadamard(WIDTH), key @ hadamard(WIDTH)
-    key, value = (rounded(x, scale_of(x, form)) for x in (key, value))
+    dtype = "int8" if "int8" in rounds else "e4m3"
+    key, value = (rounded(x, scale_of(x, form, dtype), dtype) for x in (key, value))
     if rounds == "everything":
         query = rounded(query, scale_of(query, "none" if form == "none" else "head"))
     found = attend(query, key, value, rounds_weights=rounds == "everything")
@@ -84,6 +87,7 @@ def main(path):
     names, rounds = ("inputs", "scales", "rotated", "rounded", "relative_rms_error"), ("cache", "everything")
     ways = [
         *itertools.product(("normal", "outliers"), ("none", "head", "token"), (False, True), rounds),
+        *itertools.product(("normal", "outliers"), ("head", "token"), (False, True), ("int8 cache",)),
         *itertools.product(("sink of 12", "sink of 13", "sink of 14"), ("head",), (False,), rounds),
     ]
     rows = [(*one, f"{error(*one):.4f}") for one in ways]

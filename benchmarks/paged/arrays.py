@@ -10,13 +10,15 @@ from benchmarks.paged.cases import PagedCase, PagedShape
 type Tensors = dict[str, torch.Tensor]
 
 _CHUNK = 2**26
+# The standard deviation of integers. Few of their normal numbers saturate.
+_INTEGERS = 40
 
 
 @dataclass(frozen=True)
 class Pool:
     """Standard normal keys and values [tokens, K, H] of one dtype; pages of any size are views of them.
 
-    Latent caches have no values of their own.
+    Integers have a standard deviation of 40. Latent caches have no values of their own.
     """
 
     key: torch.Tensor
@@ -43,7 +45,8 @@ def make_pool(case: PagedCase, *, seed: int, device: str) -> Pool:
     def filled() -> torch.Tensor:
         array = torch.empty(shape, device=device, dtype=getattr(torch, case.cache))
         for part in array.view(-1).split(_CHUNK):
-            part.copy_(torch.randn(part.shape, generator=generator, device=device, dtype=torch.bfloat16))
+            numbers = torch.randn(part.shape, generator=generator, device=device, dtype=torch.bfloat16)
+            part.copy_((numbers * _INTEGERS).round_().clamp_(-127, 127) if case.cache == "int8" else numbers)
         return array
 
     return Pool(filled(), None if case.shape.latent_values else filled())
@@ -88,10 +91,13 @@ def _scales(case: PagedCase, generator: torch.Generator) -> dict[str, torch.Tens
     def random() -> torch.Tensor:
         return 0.5 + torch.rand(sizes, generator=generator, device=generator.device, dtype=torch.float32)
 
+    is_integer = case.cache == "int8"
     if case.group == "append":
-        return {"key_scale": 0.02 * random(), "value_scale": 0.02 * random()}
-    keys = {"score_scale" if case.scales == "head" else "key_scale": random()}
-    return keys if case.shape.latent_values else keys | {"value_scale": random()}
+        unit = 0.08 if is_integer else 0.02
+        return {"key_scale": unit * random(), "value_scale": unit * random()}
+    unit = 1 / _INTEGERS if is_integer else 1
+    keys = {"score_scale" if case.scales == "head" else "key_scale": unit * random()}
+    return keys if case.shape.latent_values else keys | {"value_scale": unit * random()}
 
 
 def _appended(case: PagedCase, pool: Pool, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -25,10 +25,13 @@ GROUPS: dict[Group, str] = {
     "latent": "one query of each sequence and a latent cache, whose values are columns of its keys",
 }
 
-CACHES = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+CACHES = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 """Bytes of an element by dtype name."""
 
-CACHE_LABELS = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+CACHE_LABELS = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
+# Integers always have scales, so they are in the group of these.
+DECODE_CACHES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+SCALED_CACHES = ("float8_e4m3fn", "int8")
 
 PAGE_SIZES = (1, 16, 64)
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
@@ -321,7 +324,7 @@ def latent_cases() -> list[PagedCase]:
 
 def decode_cases(shape: PagedShape) -> list[PagedCase]:
     """By cache and page size."""
-    pairs = [(cache, size) for cache in CACHES for size in PAGE_SIZES]
+    pairs = [(cache, size) for cache in DECODE_CACHES for size in PAGE_SIZES]
     return [PagedCase(group="decode", shape=shape, cache=cache, page_size=size) for cache, size in pairs]
 
 
@@ -347,8 +350,9 @@ def make_cases() -> list[PagedCase]:
                 for count in (1, *DRAFT_LENGTHS)
             ]
             cases += [PagedCase(group="splits", shape=shape, cache=cache, splits=count) for count in (*SPLITS, None)]
-        for scales in ("head", "token"):
-            cases.append(PagedCase(group="scales", shape=shape, cache="float8_e4m3fn", scales=scales))
+        for cache in SCALED_CACHES:
+            for scales in ("head", "token"):
+                cases.append(PagedCase(group="scales", shape=shape, cache=cache, scales=scales))
     cases += [PagedCase(group="splits", shape=longest, splits=count) for count in (*SPLITS, None)]
     cases += [
         PagedCase(group="append", shape=wide, cache=cache, page_size=size, scales=scales)
@@ -357,6 +361,8 @@ def make_cases() -> list[PagedCase]:
             ("bfloat16", 64, "none"),
             ("float8_e4m3fn", 64, "head"),
             ("float8_e4m3fn", 64, "token"),
+            ("int8", 64, "head"),
+            ("int8", 64, "token"),
         )
     ]
     return cases + prompt_cases() + latent_cases()
@@ -388,8 +394,10 @@ SMOKE_CASES = (
     PagedCase(group="speculative", shape=_SMOKE, page_size=16, query_tokens=4),
     PagedCase(group="splits", shape=_SMOKE, page_size=16, splits=2),
     PagedCase(group="scales", shape=_SMOKE, cache="float8_e4m3fn", page_size=16, scales="token"),
+    PagedCase(group="scales", shape=_SMOKE, cache="int8", page_size=16, scales="token"),
     PagedCase(group="moba", shape=_SMOKE, page_size=16, block_size=16, top_k=3),
     PagedCase(group="append", shape=_SMOKE, cache="float8_e4m3fn", page_size=16, scales="token"),
+    PagedCase(group="append", shape=_SMOKE, cache="int8", page_size=16, scales="token"),
     PagedCase(group="prompts", shape=_SMOKE, page_size=16, query_tokens=40),
     PagedCase(group="latent", shape=_SMOKE_LATENT, cache="float8_e4m3fn", page_size=16, scales="token"),
 )

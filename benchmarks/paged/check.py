@@ -9,8 +9,8 @@ from benchmarks.paged.cases import CACHES, PagedCase
 
 # Log-sum-exps are float32 sums of products that are exact.
 _LOG_SUM_GATE = 1e-3
-# Rounding to eight bits errs by up to a half of 2^-3 (e4m3) or 2^-2 (e5m2) of a number.
-_ROUNDING_GATES = {"bfloat16": 0.0, "float8_e4m3fn": 0.04, "float8_e5m2": 0.08}
+# Rounding to eight bits errs by up to a half of 2^-3 (e4m3) or 2^-2 (e5m2) of a number, or a half of the scale (int8).
+_ROUNDING_GATES = {"bfloat16": 0.0, "float8_e4m3fn": 0.04, "float8_e5m2": 0.08, "int8": 0.04}
 
 
 # Queries of a prompt that are compared.

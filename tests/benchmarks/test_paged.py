@@ -14,7 +14,9 @@ from benchmarks.harness.pipeline import Choices, measure, run
 from benchmarks.harness.records import PagedTiming, environment, merge_rows, read_rows
 from benchmarks.harness.report import reasons
 from benchmarks.paged.cases import (
+    CACHE_LABELS,
     CACHES,
+    DECODE_CACHES,
     GROUPS,
     SHAPES,
     PagedCase,
@@ -60,8 +62,9 @@ def test_make_cases_returns_unique_names_in_known_groups():
     assert len(set(names)) == len(names)
     assert {case.group for case in cases} == set(GROUPS)
     assert {(case.shape.name, case.cache) for case in cases if case.group == "decode"} == {
-        (shape, cache) for shape in SHAPES for cache in CACHES
+        (shape, cache) for shape in SHAPES for cache in DECODE_CACHES
     }
+    assert {case.cache for case in cases} == set(CACHES) == set(CACHE_LABELS)
     assert sum(len(pool) for pool in by_pool(cases)) == len(cases)
 
 
@@ -240,8 +243,9 @@ def test_check_append_accepts_new_tokens_and_rejects_other_changes():
         paged_check.check_append(case, before, after | {"value_pages": pages})
 
 
-def test_check_append_undoes_a_scale_per_head():
-    case = PagedCase(group="append", shape=SMALL, cache="float8_e4m3fn", page_size=16, scales="head")
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "int8"])
+def test_check_append_undoes_a_scale_per_head(cache):
+    case = PagedCase(group="append", shape=SMALL, cache=cache, page_size=16, scales="head")
     assert 0 < paged_check.check_append(case, *appended(case)) < 0.04
 
 
@@ -289,7 +293,9 @@ def portable(monkeypatch):
     [
         PagedCase(group="decode", shape=TINY),
         PagedCase(group="scales", shape=TINY, cache="float8_e4m3fn", page_size=16, scales="token", splits=2),
+        PagedCase(group="scales", shape=TINY, cache="int8", page_size=16, scales="head"),
         PagedCase(group="moba", shape=TINY, page_size=16, block_size=16, top_k=3),
+        PagedCase(group="append", shape=TINY, cache="int8", page_size=16, scales="token"),
         PagedCase(group="append", shape=TINY, cache="float8_e5m2", page_size=16, scales="head"),
         PagedCase(group="prompts", shape=TINY, query_tokens=64),
     ],

@@ -51,8 +51,9 @@ def append_to_pages(
     the same row. Sequences may share pages that are not written to.
 
     An 8-bit cache holds values divided by a scale and rounded to nearest even. Values out of range saturate at the
-    largest finite number; NaN stays NaN. `key_scale` and `value_scale` mean the same as in `paged_attention`: a scale
-    is either given, or computed for each token and head.
+    largest finite number; int8 has numbers from -127 to 127. NaN stays NaN among 8-bit floats, and becomes 0 among
+    integers. `key_scale` and `value_scale` mean the same as in `paged_attention`: a scale is either given, or computed
+    for each token and head.
 
     For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` over any axes (each element
     then has its own pages), `jax.shard_map` and `jax.export`. On a mesh, the pages may be sharded over heads, and a
@@ -65,7 +66,7 @@ def append_to_pages(
             [rows, K, V] with `query_offsets`. Both have the same dtype: float16, bfloat16, float32, float64,
             float8_e4m3fn or float8_e5m2.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V]. Each has the dtype of `key` or
-            an 8-bit dtype, float8_e4m3fn or float8_e5m2.
+            an 8-bit dtype, float8_e4m3fn, float8_e5m2 or int8. int8 needs a scale, and keys of at least 16 bits.
         page_table: int32 [B, max_pages], page numbers. Known entries are checked; outside `jax.jit` the check waits
             until they are computed. Tokens whose traced entry lies outside [0, P) are not written. None means a
             contiguous cache, whose pages [B, S, K, H] are one per sequence.
@@ -80,8 +81,8 @@ def append_to_pages(
             rotated if `apply_to` excludes them; values never are.
         key_scale, value_scale: a number, or float32 of shape [] or [B, K], that each key or value is divided by. For
             8-bit pages, also pages of scales, float32 [P, page_size, K]. The scale of each new token and head, its
-            largest magnitude divided by the largest finite number, is then computed and written there. In both cases
-            pass the same array, as it is after the append, to `paged_attention`.
+            largest magnitude divided by the largest finite number, is then computed and written there. It is NaN if an
+            element is. In both cases pass the same array, as it is after the append, to `paged_attention`.
         key_centroids: float32 [B, max_blocks, K, H], the mean keys by which `moba_paged_attention` chooses blocks. The
             means of blocks whose last key is new are written, in float32, from the cached keys with their scale.
             Earlier keys of such a block are read from the pages. Blocks that lie partly outside the pages are skipped.

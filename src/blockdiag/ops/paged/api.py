@@ -105,11 +105,11 @@ def paged_attention(
             queries of each, such as prompts beside decoding sequences. float16,
             bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], N a multiple of K. Page size
-            and V may be any number. Each has the dtype of `query` or an 8-bit dtype, float8_e4m3fn or float8_e5m2. With
-            an 8-bit query both must be 8-bit. With ``value_pages=None`` the values are the first `value_dim` columns
-            of the keys, and `key_scale` is a factor on both. This is the latent cache of MLA in its absorbed form, with
-            K = 1: rows of 512 latent and 64 rotary columns, read once. `scale` is then that of the model, such as
-            1 / sqrt(128 + 64), since H is 576.
+            and V may be any number. Each has the dtype of `query` or an 8-bit dtype, float8_e4m3fn, float8_e5m2 or
+            int8, which needs a scale. With an 8-bit query both must be 8-bit floats. With ``value_pages=None`` the
+            values are the first `value_dim` columns of the keys, and `key_scale` is a factor on both. This is the
+            latent cache of MLA in its absorbed form, with K = 1: rows of 512 latent and 64 rotary columns, read once.
+            `scale` is then that of the model, such as 1 / sqrt(128 + 64), since H is 576.
         value_dim: V without `value_pages`, 1 to H, known when tracing; otherwise None.
         page_table: int32 [B, max_pages], page numbers. Known entries that keys use are checked; outside `jax.jit` the
             check waits until they are computed. Traced entries are clipped to [0, P). None means a contiguous cache,
@@ -135,7 +135,7 @@ def paged_attention(
             [P, page_size, K]. The last shape has one factor per token and head, in pages like those of the cache. The
             kernels multiply scores, weights or outputs; scaled keys and values are never written to memory.
         query_scale: the same for queries: a number, or float32 of shape [] or [B, K], by key head.
-        query_dtype: float8_e4m3fn or float8_e5m2, to which queries are rounded, for caches of eight bits. Numbers
+        query_dtype: float8_e4m3fn or float8_e5m2, to which queries are rounded, for caches of 8-bit floats. Numbers
             beyond the largest one, also infinite ones, become that one; `query_scale` is a factor of the rounded
             queries. None: queries keep their dtype. If queries, keys and values have one eight-bit dtype, the products
             of prompts on Hopper have eight-bit operands: weights are rounded to float8_e4m3fn, too. This takes a third

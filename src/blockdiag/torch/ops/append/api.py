@@ -69,7 +69,7 @@ def append_to_pages(
             [rows, K, V] with `query_offsets`. Both of one dtype: float16, bfloat16, float32, float64, float8_e4m3fn or
             float8_e5m2. Copied where they are not contiguous or not aligned to 16 bytes.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], contiguous, each in the dtype
-            of `key` or in an 8-bit dtype.
+            of `key` or in an 8-bit dtype, also int8, which needs a scale; see the JAX function.
         page_table: int32 [B, max_pages], page numbers. Checked on the CPU; on a GPU nothing is written for page numbers
             outside [0, P). None for a contiguous cache, [B, S, K, H].
         kv_lengths: int32 [B], number of keys of each sequence, including the new ones. Checked on the CPU; on a GPU

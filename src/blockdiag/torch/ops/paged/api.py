@@ -104,9 +104,9 @@ def paged_attention(
             bfloat16, float32, float64, float8_e4m3fn or float8_e5m2, on a CPU or a CUDA device. A query that is not
             contiguous or not aligned to 16 bytes is copied.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], contiguous (a cache is never
-            copied), in the dtype of `query` or in an 8-bit dtype; see the JAX function. With ``value_pages=None`` the
-            values are the first `value_dim` columns of the keys, as in MLA's latent caches, and `key_scale` is a factor
-            on both.
+            copied), in the dtype of `query` or in an 8-bit dtype, also int8; see the JAX function. With
+            ``value_pages=None`` the values are the first `value_dim` columns of the keys, as in MLA's latent caches,
+            and `key_scale` is a factor on both.
         value_dim: V without `value_pages`, 1 to H; otherwise None.
         page_table: int32 [B, max_pages], page numbers. On the CPU entries that hold keys are checked. On a GPU a check
             would wait for the device, so entries are clipped to [0, P). None for a contiguous cache, [B, S, K, H].
@@ -129,8 +129,8 @@ def paged_attention(
             [P, page_size, K], one factor for each token and head. A scalar tensor is expanded in every call by one
             additional small kernel; a number and [B, K] are not.
         query_scale: factor of queries: a number, or float32 of shape [] or [B, K], by key head.
-        query_dtype: float8_e4m3fn or float8_e5m2, to which queries are rounded, for caches of eight bits; see the JAX
-            function. Two small kernels round them.
+        query_dtype: float8_e4m3fn or float8_e5m2, to which queries are rounded, for caches of 8-bit floats; see the
+            JAX function. Two small kernels round them.
         num_splits, split_size: how the keys of each sequence are divided; see the JAX function.
         implementation: which implementation runs. None means the native kernels on CUDA where they support the call,
             and "xla" through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU.
