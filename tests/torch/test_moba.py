@@ -203,6 +203,7 @@ def interpreted_kernels(monkeypatch):
     """Yield the module of the native path, with Triton's interpreter instead of the launcher."""
     pytest.importorskip("triton")
     from blockdiag.interop.interpreter.launch import interpret
+    from blockdiag.torch import launches as _moba_launches
     from blockdiag.torch.ops.moba import native as _moba_native
     from blockdiag.triton_kernels.launch.plan import Target
 
@@ -215,7 +216,7 @@ def interpreted_kernels(monkeypatch):
 
         return launch
 
-    monkeypatch.setattr(_moba_native, "bound_launch", bound_launch)
+    monkeypatch.setattr(_moba_launches, "bound_launch", bound_launch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield _moba_native
@@ -585,7 +586,7 @@ def test_lists_of_another_call_raise_value_error():
 
 
 def test_forward_steps_merge_each_group_of_heads_before_the_next():
-    from blockdiag.torch.ops.moba import native as _moba_native
+    from blockdiag.torch import launches as _moba_launches
 
     problem = MoBAProblem(
         query_tokens=256,
@@ -603,6 +604,6 @@ def test_forward_steps_merge_each_group_of_heads_before_the_next():
     )
     specs = [MoBALaunch(problem, kind, heads=heads) for kind, heads in forward_steps(problem)]
     assert [spec.kind for spec in specs] == ["items", *["blocks_forward", "merge_forward"] * 2]
-    needed = [_moba_native._needed(specs[index + 1 :], {"output", "log_sum"}) for index in range(len(specs))]
+    needed = [_moba_launches.needed_arrays(specs[index + 1 :], {"output", "log_sum"}) for index in range(len(specs))]
     assert ["part" in names for names in needed] == [False, True, False, True, False]
     assert ["output" in names for names in needed] == [False, False, True, True, True]

@@ -8,6 +8,7 @@ from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.launch.plan import Target
 from blockdiag.triton_kernels.moba_paged.plans import steps, supports, tile_keys
+from blockdiag.triton_kernels.moba_paged.prompts import is_prompt
 from tests.triton_kernels.plans_support import report_of
 
 CALL = PagedProblem(
@@ -53,6 +54,34 @@ PROBLEMS = {
     ),
 }  # fmt: skip
 LONG = PROBLEMS["many blocks"]
+
+
+def prompt(block_size: int = 128, slots: int = 7, **changes) -> MoBAPagedProblem:
+    """Return a call with as many queries as keys."""
+    call = changed(**dict(query_tokens=65536, num_pages=4096, max_pages=4096) | changes)
+    max_blocks = max(call.paged.max_keys - 1, 0) // block_size
+    return dataclasses.replace(call, block_size=block_size, max_blocks=max_blocks, slots=slots)
+
+
+CONTIGUOUS = dict(has_page_table=False, num_pages=1, page_size=65536, max_pages=1)
+PROMPTS = {
+    "bfloat16": prompt(),
+    "float16, pages of 64, heads of 64": prompt(
+        64, num_pages=1024, page_size=64, max_pages=1024, head_dim=64, value_dim=64,
+        **{f"{name}_dtype": "float16" for name in ("query", "key", "value", "output")},
+    ),
+    "e5m2, fewer queries, scales of heads": prompt(
+        **CACHES["float8_e5m2"], has_query_lengths=True, has_score_scale=True, value_scale="head"
+    ),
+    "e4m3, queries too, scales of tokens, contiguous": prompt(
+        **CACHES["float8_e4m3fn"], query_dtype="float8_e4m3fn", key_scale="token", value_scale="token", **CONTIGUOUS
+    ),
+    "large blocks": prompt(512, 1),
+    "float32": prompt(**WIDE),
+    "own block only": prompt(slots=0),
+}  # fmt: skip
+# Accesses of local memory within loops.
+PROMPT_SPILLS = {("large blocks", "moba_blocks_forward", 80): 6}
 # Conversions to e4m3 need sm_89.
 PAIRS = [(name, arch) for name in PROBLEMS for arch in (80, 90, 100) if "e4m3" not in name or arch > 80]
 
@@ -72,6 +101,42 @@ def test_plan_fits_its_architecture(name, arch):
         # Only the kernel in which parts arrive has an atomic instruction, and it has one.
         assert report.ptx["atom"] == (launch.kind == "blocks")
         assert not any(report.local_accesses.values()), str(report)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_plan_of_prompts_fits_its_architecture(name, arch):
+    if "e4m3" in name and arch == 80:
+        pytest.skip("conversions to e4m3 need sm_89")
+    problem = PROMPTS[name]
+    assert supports(problem) is None and is_prompt(problem)
+    for launch in steps(problem):
+        report = report_of(launch.plan(Target.for_arch(arch)), arch)
+        assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
+        assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0 and report.ptx["atom"] == 0
+        in_loops = sum(count for depth, count in report.local_accesses.items() if depth > 0)
+        assert in_loops <= PROMPT_SPILLS.get((name, launch.name, arch), 0), str(report)
+        if launch.name == "moba_blocks_forward" and name != "float32":
+            instruction = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}[arch]
+            assert report.ptx[instruction] > 0, str(report)
+
+
+def test_prompts_use_the_kernels_of_moba_for_hopper():
+    kernels = {launch.name: launch.plan(Target(90, 132)).kernel.__name__ for launch in steps(PROMPTS["bfloat16"])}
+    assert kernels["moba_choose"] == "moba_hopper_choose"
+    assert kernels["moba_blocks_forward"] == "moba_hopper_forward"
+    names = [launch.name for launch in steps(PROMPTS["e4m3, queries too, scales of tokens, contiguous"])]
+    assert names[:3] == ["moba_paged_tables", "moba_paged_widen", "moba_halves"]
+    assert "moba_halves" not in [launch.name for launch in steps(PROMPTS["float32"])]
+
+
+def test_reset_of_many_counters_is_a_loop():
+    """Values of another width are not computed as a prompt."""
+    problem = prompt(value_dim=64)
+    assert not is_prompt(problem)
+    assert [launch.name for launch in steps(problem)] == ["moba_paged_scores", "moba_paged_blocks"]
+    assert report_of(steps(problem)[0].plan(Target.for_arch(90)), 90).registers <= 255
 
 
 def test_attend_steps_follow_from_the_problem():

@@ -35,14 +35,51 @@ class Remembered[Key, Prepared]:
 
 
 class Launches:
-    """Consecutive launches, each of which reads arrays by name and adds the arrays that it writes."""
+    """Consecutive launches, each of which reads arrays by name and adds the arrays that it writes.
 
-    def __init__(self, specs: Sequence[Any], device_index: int) -> None:
-        self._launches = [(bound_launch(spec, device_index), spec.input_names, spec.output_names) for spec in specs]
+    Scratch memory returns to torch's allocator once the last launch that reads it is enqueued. The allocator reuses it
+    only for later work on the same stream.
+
+    Args:
+        specs: the launches in order.
+        device_index: the device.
+        results: names of the arrays that the caller needs; None for all arrays.
+    """
+
+    def __init__(self, specs: Sequence[Any], device_index: int, results: Sequence[str] | None = None) -> None:
+        self._launches = [
+            (bound_launch(spec, device_index), spec.input_names, spec.output_names, unneeded)
+            for spec, unneeded in zip(specs, unneeded_arrays(specs, results), strict=True)
+        ]
 
     def __call__(self, arrays: dict[str, Any]) -> None:
-        for launch, input_names, output_names in self._launches:
+        for launch, input_names, output_names, unneeded in self._launches:
             arrays.update(zip(output_names, launch(tuple([arrays[name] for name in input_names])), strict=True))
+            for name in unneeded:
+                del arrays[name]
+
+
+def unneeded_arrays(specs: Sequence[Any], results: Sequence[str] | None) -> list[tuple[str, ...]]:
+    """Return the arrays, written by launches, that neither a later launch nor the caller needs after each launch."""
+    if results is None:
+        return [() for _ in specs]
+    found, written = [], set[str]()
+    for index, spec in enumerate(specs):
+        written.update(spec.output_names)
+        unneeded = tuple(sorted(written - needed_arrays(specs[index + 1 :], set(results))))
+        written.difference_update(unneeded)
+        found.append(unneeded)
+    return found
+
+
+def needed_arrays(later: Sequence[Any], results: set[str]) -> set[str]:
+    """Return the arrays whose current value a later launch reads, before a launch overwrites that name."""
+    needed: set[str] = set()
+    replaced: set[str] = set()
+    for spec in later:
+        needed.update(set(spec.input_names) - replaced)
+        replaced.update(spec.output_names)
+    return needed | (results - replaced)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

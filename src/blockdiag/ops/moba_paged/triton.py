@@ -42,7 +42,7 @@ def forward(
         "value_scale": value_scales,
         "centroids": centroids,
     }
-    for launch in steps(problem):
+    for launch in steps(problem, is_portable=interpret):
         given = (arrays[name] for name in launch.input_names)
         results = jax_call.launch(launch, *(array for array in given if array is not None), interpret=interpret)
         arrays |= dict(zip(launch.output_names, results, strict=True))

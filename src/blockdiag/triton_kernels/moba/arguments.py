@@ -22,6 +22,10 @@ class BlocksForwardArrays(NamedTuple):
     offsets: Argument
     counts: Argument
     entries: Argument
+    page_table: Argument
+    score_scale: Argument
+    key_scale: Argument
+    value_scale: Argument
     part: Argument
     part_sum: Argument
 
@@ -36,6 +40,10 @@ class MergeForwardArrays(NamedTuple):
     queries: Argument
     own: Argument
     degrees: Argument
+    page_table: Argument
+    score_scale: Argument
+    key_scale: Argument
+    value_scale: Argument
     part: Argument
     part_sum: Argument
     output: Argument
@@ -104,6 +112,8 @@ class BlocksForwardScalars(NamedTuple):
     Attributes:
         num_items: chunks of lists of a head.
         first_head: the first query head of the launch.
+        num_pages: pages of the cache; None without one.
+        max_keys: the most keys that a sequence of the cache can have; None without one.
         scale_log2: factor of the scores, times log2(e).
     """
 
@@ -111,6 +121,8 @@ class BlocksForwardScalars(NamedTuple):
     num_blocks: Argument
     num_items: Argument
     first_head: Argument
+    num_pages: Argument
+    max_keys: Argument
     scale_log2: Argument
 
 
@@ -119,6 +131,8 @@ class MergeForwardScalars(NamedTuple):
 
     query_tokens: Argument
     first_head: Argument
+    num_pages: Argument
+    max_keys: Argument
     scale_log2: Argument
 
 
@@ -162,6 +176,11 @@ class ListShape:
         part_slots: parts of a query's result.
         part_heads: query heads of the launch.
         has_mask: whether keys are masked.
+        has_cache: whether keys and values are a cache.
+        page_size: tokens of a page, if keys and values are found through a page table; otherwise 0.
+        has_score_scale: whether the scores of each sequence and key head have a factor.
+        has_key_scale: whether each row of keys has a factor.
+        value_scale: what a factor of values belongs to.
     """
 
     query_heads: int
@@ -172,6 +191,11 @@ class ListShape:
     part_slots: int
     part_heads: int
     has_mask: bool
+    has_cache: bool
+    page_size: int
+    has_score_scale: bool
+    has_key_scale: bool
+    value_scale: Literal["none", "head", "token"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

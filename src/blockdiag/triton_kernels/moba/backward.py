@@ -102,7 +102,7 @@ def moba_blocks_backward(arrays: BlocksBackwardArrays, scalars: BlocksBackwardSc
     own_first = tl.load(arrays.blocks + block * 4 + 2)
     own_rows = tl.load(arrays.blocks + block * 4 + 3) if SHAPE.is_causal else 0
     own_tiles = tl.cdiv(own_rows, ROWS)
-    b_key, b_value, b_bias = load_keys(arrays, start, end, key_head, SHAPE, TILE)
+    b_key, b_value, b_bias = load_keys(arrays, scalars, start, end, key_head, SHAPE, TILE)
     o_key = start + tl.arange(0, KEYS)
     b_d_key = tl.zeros([KEYS, COLUMNS], tl.float32)
     b_d_value = tl.zeros([KEYS, COLUMNS], tl.float32)
@@ -206,7 +206,7 @@ def moba_query_parts(arrays: QueryPartsArrays, scalars: QueryPartsScalars, SHAPE
             arrays, b_row, m_entry, head, SHAPE, TILE)
         b_d_query = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first_key in range(start, end, KEYS):
-            b_key, b_value, b_bias = load_keys(arrays, first_key, end, key_head, SHAPE, TILE)
+            b_key, b_value, b_bias = load_keys(arrays, scalars, first_key, end, key_head, SHAPE, TILE)
             b_d_query = query_step(b_query, b_cotangent, b_score_start, b_weight_start, b_key, b_value, b_bias,
                                    m_entry[:, None], b_d_query, scalars.scale_log2, PRECISION)
         o_part = (b_row.to(tl.int64) * SHAPE.part_heads + tl.program_id(1)) * SHAPE.part_slots + b_pair % SLOTS
@@ -258,7 +258,7 @@ def moba_merge_backward(arrays: MergeBackwardArrays, scalars: MergeBackwardScala
                 m_own = (b_first == first) & (b_first < b_end)
                 end = tl.max(tl.where(m_own, b_end, 0), 0)
                 for first_key in range(first, end, KEYS):
-                    b_key, b_value, b_bias = load_keys(arrays, first_key, end, key_head, SHAPE, TILE)
+                    b_key, b_value, b_bias = load_keys(arrays, scalars, first_key, end, key_head, SHAPE, TILE)
                     o_key = first_key + tl.arange(0, KEYS)[None, :]
                     m_seen = o_key < b_end[:, None]
                     b_new = query_step(b_query, b_cotangent, b_score_start, b_weight_start, b_key, b_value, b_bias,

@@ -19,7 +19,7 @@ _ALL_HEADS_SPANS = 1024
 _FEWEST_SPAN_ROWS = 256
 
 # Shortest key axis, of one batch row or packed, with which mean keys are split into two halves; in blocks.
-_FEWEST_HALVED_BLOCKS = 512
+FEWEST_HALVED_BLOCKS = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ def span_rows(problem: MoBAProblem) -> int:
 
 def has_halves(problem: MoBAProblem) -> bool:
     """Return whether queries choose by two float16 halves of each mean key, instead of by its parts."""
-    is_long = problem.sequence_blocks >= _FEWEST_HALVED_BLOCKS
+    is_long = problem.sequence_blocks >= FEWEST_HALVED_BLOCKS
     return problem.dtype in SIXTEEN_BIT_FLOATS and problem.slots > 0 and is_long
 
 
@@ -95,15 +95,22 @@ def key_tiles(problem: MoBAProblem) -> int:
     return -(-problem.block_size // key_rows(problem))
 
 
-def config_of(problem: MoBAProblem, kind: str, arch: int) -> Config:
-    """Return the configuration of a launch with the plain Triton kernel."""
+def config_of(problem: MoBAProblem, kind: str, arch: int, *, scales_values: bool = False) -> Config:
+    """Return the configuration of a launch with the plain Triton kernel.
+
+    Args:
+        problem: the call.
+        kind: the kernel.
+        arch: the architecture.
+        scales_values: whether values of a cache have factors of their tokens.
+    """
     keys = key_rows(problem)
     is_wide = problem.head_dim > 128 or problem.dtype == "float32"
     # Rows and warps are chosen so that nothing spills (offline reports). Architectures whose products read both
     # operands from registers have room for fewer rows.
     is_crowded = is_wide or uses_mma_sync(arch)
     rows = 32 if is_crowded else 64
-    wide_warps = 8 if is_wide else 4
+    wide_warps = 8 if is_wide or (scales_values and arch >= 100) else 4
     match kind:
         case "centroids":
             return Config(rows=CENTROID_ROWS, num_warps=1 if problem.head_dim <= 128 else 2)

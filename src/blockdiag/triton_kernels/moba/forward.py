@@ -31,15 +31,57 @@ def load_rows(source, o_row, m_row, head, HEADS: tl.constexpr, HEAD_DIM: tl.cons
 
 
 @triton.jit
-def load_keys(arrays, first, end, head, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Load keys and values of rows [first, end), zero beyond, and the bias that excludes absent keys from a softmax."""
+def key_rows(arrays, scalars, o_key, m_key, SHAPE: tl.constexpr):
+    """Return the rows of keys in the arrays of keys and values.
+
+    Keys are numbered as in the page table: sequence * max_keys + position. Out-of-range page numbers are clamped.
+    """
+    if SHAPE.page_size == 0:
+        return o_key
+    else:
+        b_page = tl.load(arrays.page_table + o_key // SHAPE.page_size, mask=m_key, other=0)
+        b_page = tl.minimum(tl.maximum(b_page, 0), scalars.num_pages - 1)
+        return b_page.to(tl.int64) * SHAPE.page_size + o_key % SHAPE.page_size
+
+
+@triton.jit
+def load_keys(arrays, scalars, first, end, head, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Load keys and values of rows [first, end), zero beyond, and the bias that excludes absent keys from a softmax.
+
+    Keys and values of a cache get the queries' dtype. Factors of values by token are applied before they are rounded.
+    """
     o_key = first + tl.arange(0, TILE.keys)
     m_key = o_key < end
     if SHAPE.has_mask:
         m_key = m_key & (tl.load(arrays.mask + o_key, mask=m_key, other=0) != 0)
-    b_key = load_rows(arrays.key, o_key, m_key, head, SHAPE.key_heads, SHAPE.head_dim, TILE.columns)
-    b_value = load_rows(arrays.value, o_key, m_key, head, SHAPE.key_heads, SHAPE.head_dim, TILE.columns)
-    return b_key, b_value, tl.where(m_key, 0.0, float("-inf"))
+    o_row = key_rows(arrays, scalars, o_key, m_key, SHAPE)
+    b_key = load_rows(arrays.key, o_row, m_key, head, SHAPE.key_heads, SHAPE.head_dim, TILE.columns)
+    b_value = load_rows(arrays.value, o_row, m_key, head, SHAPE.key_heads, SHAPE.head_dim, TILE.columns)
+    if SHAPE.value_scale == "token":
+        p_scale = arrays.value_scale + o_row.to(tl.int64) * SHAPE.key_heads + head
+        b_value = b_value.to(tl.float32) * tl.load(p_scale, mask=m_key, other=0.0)[:, None]
+    dtype: tl.constexpr = arrays.query.dtype.element_ty
+    return b_key.to(dtype), b_value.to(dtype), tl.where(m_key, 0.0, float("-inf"))
+
+
+@triton.jit
+def score_factor(arrays, scalars, first, head, SHAPE: tl.constexpr):
+    """Return the factor of the scores, times log2(e), of the sequence that has key `first`."""
+    factor = scalars.scale_log2
+    if SHAPE.has_score_scale:
+        factor *= tl.load(arrays.score_scale + (first // scalars.max_keys).to(tl.int64) * SHAPE.key_heads + head)
+    return factor
+
+
+@triton.jit
+def scale_by_token(b_scores, arrays, scalars, first, end, head, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Multiply the scores of keys [first, end) by the factors of their tokens, if there are any."""
+    if SHAPE.has_key_scale:
+        o_key = first + tl.arange(0, TILE.keys)
+        o_row = key_rows(arrays, scalars, o_key, o_key < end, SHAPE).to(tl.int64)
+        b_scale = tl.load(arrays.key_scale + o_row * SHAPE.key_heads + head, mask=o_key < end, other=0.0)
+        b_scores *= b_scale[None, :]
+    return b_scores
 
 
 @triton.jit
@@ -82,8 +124,9 @@ def moba_blocks_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScala
     p_list = arrays.entries + head.to(tl.int64) * (scalars.query_tokens * SLOTS) + tl.load(arrays.offsets + o_list)
     last = tl.minimum(tl.load(arrays.counts + o_list), first + TILE.chunk)
     key_head = head // SHAPE.group_size
+    factor = score_factor(arrays, scalars, start, key_head, SHAPE)
     if TILE.key_tiles == 1:
-        b_key, b_value, b_bias = load_keys(arrays, start, end, key_head, SHAPE, TILE)
+        b_key, b_value, b_bias = load_keys(arrays, scalars, start, end, key_head, SHAPE, TILE)
     for at in tl.range(first, last, ROWS, num_stages=TILE.loop_stages):
         o_entry = at + tl.arange(0, ROWS)
         m_entry = o_entry < last
@@ -95,7 +138,8 @@ def moba_blocks_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScala
         b_output = tl.zeros([ROWS, COLUMNS], tl.float32)
         if TILE.key_tiles == 1:
             b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
-            b_scores = b_scores * scalars.scale_log2 + b_bias[None, :]
+            b_scores = scale_by_token(b_scores, arrays, scalars, start, end, key_head, SHAPE, TILE)
+            b_scores = b_scores * factor + b_bias[None, :]
             b_max = tl.max(b_scores, 1)
             b_base = tl.where(b_max == float("-inf"), 0.0, b_max)
             b_weights = tl.exp2(b_scores - b_base[:, None])
@@ -103,9 +147,10 @@ def moba_blocks_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScala
             b_output = tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
         else:
             for first_key in range(start, end, KEYS):
-                b_key, b_value, b_bias = load_keys(arrays, first_key, end, key_head, SHAPE, TILE)
+                b_key, b_value, b_bias = load_keys(arrays, scalars, first_key, end, key_head, SHAPE, TILE)
                 b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
-                b_scores = b_scores * scalars.scale_log2 + b_bias[None, :]
+                b_scores = scale_by_token(b_scores, arrays, scalars, first_key, end, key_head, SHAPE, TILE)
+                b_scores = b_scores * factor + b_bias[None, :]
                 b_max, b_sum, b_output = softmax_step(b_scores, b_value, b_max, b_sum, b_output, PRECISION)
         # `!= 0` instead of `> 0`, so that a row with a NaN score gets NaN as its log-sum-exp.
         m_seen = b_sum != 0
@@ -150,11 +195,13 @@ def moba_merge_forward(arrays: MergeForwardArrays, scalars: MergeForwardScalars,
         while first < NEVER:
             m_own = (b_first == first) & (b_first < b_end)
             end = tl.max(tl.where(m_own, b_end, 0), 0)
+            factor = score_factor(arrays, scalars, first, key_head, SHAPE)
             for first_key in range(first, end, KEYS):
-                b_key, b_value, b_bias = load_keys(arrays, first_key, end, key_head, SHAPE, TILE)
+                b_key, b_value, b_bias = load_keys(arrays, scalars, first_key, end, key_head, SHAPE, TILE)
                 o_key = first_key + tl.arange(0, KEYS)[None, :]
                 b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
-                b_scores = b_scores * scalars.scale_log2 + b_bias[None, :]
+                b_scores = scale_by_token(b_scores, arrays, scalars, first_key, end, key_head, SHAPE, TILE)
+                b_scores = b_scores * factor + b_bias[None, :]
                 b_scores = tl.where(o_key < b_end[:, None], b_scores, float("-inf"))
                 b_new_max, b_new_sum, b_new = softmax_step(b_scores, b_value, b_max, b_sum, b_output, PRECISION)
                 b_max = tl.where(m_own, b_new_max, b_max)
@@ -184,6 +231,10 @@ def moba_merge_forward(arrays: MergeForwardArrays, scalars: MergeForwardScalars,
         b_max = b_new_max
     m_seen = b_sum != 0
     b_norm = tl.where(m_seen, 1.0 / b_sum, 0.0)
+    if SHAPE.value_scale == "head":
+        # A row that sees something sees itself.
+        o_scale = (b_first // scalars.max_keys).to(tl.int64) * SHAPE.key_heads + key_head
+        b_norm *= tl.load(arrays.value_scale + o_scale, mask=b_first < b_end, other=0.0)
     tl.store(arrays.log_sum + o_head, tl.where(m_seen, (b_max + tl.log2(b_sum)) * 0.6931471805599453, float("-inf")),
              mask=m_row)
     o_column = tl.arange(0, COLUMNS)[None, :]

@@ -43,6 +43,54 @@ def gather_queries(q_smem, pairs, query, head, QUERY_HEADS: gl.constexpr, HEAD_D
 
 
 @gluon.jit
+def load_page_rows(memory, source, scale, b_row, m_row, head, HAS_SCALE: gl.constexpr, SHAPE: gl.constexpr,
+                   LINES: gl.constexpr):
+    """Load rows of a cache into shared memory, zero where masked.
+
+    Rows of 16 bits are copied asynchronously. Others, and those with factors of their tokens, get the memory's dtype in
+    registers.
+    """
+    WIDTH: gl.constexpr = SHAPE.head_dim
+    o_column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LINES)), 0)
+    p_rows = source + (gl.expand_dims(b_row, 1) * (SHAPE.key_heads * WIDTH) + head * WIDTH + o_column)
+    m_rows = gl.expand_dims(m_row, 1) & (o_column >= 0)
+    if source.dtype.element_ty.primitive_bitwidth == 16 and not HAS_SCALE:
+        load_async(memory, p_rows, mask=m_rows)
+    else:
+        b_rows = gl.load(p_rows, mask=m_rows, other=0.0)
+        if HAS_SCALE:
+            b_scale = gl.load(scale + (b_row * SHAPE.key_heads + head), mask=m_row, other=0.0)
+            b_rows = b_rows.to(gl.float32) * gl.expand_dims(b_scale, 1)
+        memory.store(b_rows.to(memory.dtype))
+
+
+@gluon.jit
+def key_rows(arrays, scalars, o_key, m_key, SHAPE: gl.constexpr):
+    """Return the rows of keys in the arrays of keys and values, int64. See `forward.key_rows`."""
+    if SHAPE.page_size == 0:
+        return o_key.to(gl.int64)
+    else:
+        b_page = gl.load(arrays.page_table + o_key // SHAPE.page_size, mask=m_key, other=0)
+        b_page = gl.minimum(gl.maximum(b_page, 0), scalars.num_pages - 1)
+        return b_page.to(gl.int64) * SHAPE.page_size + o_key % SHAPE.page_size
+
+
+@gluon.jit
+def load_block(k_smem, v_smem, arrays, scalars, start, length, head, SHAPE: gl.constexpr, LINES: gl.constexpr):
+    """Start loading the keys and values of a block. Rows of the memory from `length` on are zero."""
+    if not SHAPE.has_cache:
+        load_key_tile(k_smem, arrays.key, start, length, head, SHAPE.key_heads, SHAPE.head_dim, LINES)
+        load_key_tile(v_smem, arrays.value, start, length, head, SHAPE.key_heads, SHAPE.head_dim, LINES)
+    else:
+        o_row = gl.arange(0, k_smem.shape[0], gl.SliceLayout(1, LINES))
+        m_row = o_row < length
+        b_row = key_rows(arrays, scalars, start + o_row, m_row, SHAPE)
+        IS_BY_TOKEN: gl.constexpr = SHAPE.value_scale == "token"
+        load_page_rows(k_smem, arrays.key, None, b_row, m_row, head, False, SHAPE, LINES)
+        load_page_rows(v_smem, arrays.value, arrays.value_scale, b_row, m_row, head, IS_BY_TOKEN, SHAPE, LINES)
+
+
+@gluon.jit
 def moba_hopper_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScalars, SHAPE: gl.constexpr,
                         TILE: gl.constexpr):
     """Compute the partial outputs [query, head, slot, head_dim] of some of the heads.
@@ -79,8 +127,12 @@ def moba_hopper_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScala
     v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], MEMORY)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], MEMORY)
     pairs = gl.allocate_shared_memory(gl.int32, [CODES, ROWS], PLAIN)
-    load_key_tile(k_smem, arrays.key, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
-    load_key_tile(v_smem, arrays.value, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
+    load_block(k_smem, v_smem, arrays, scalars, start, length, key_head, SHAPE, LINES)
+    if SHAPE.has_key_scale:
+        scales = gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN)
+        o_row = gl.arange(0, KEYS, ONE)
+        b_row = key_rows(arrays, scalars, start + o_row, o_row < length, SHAPE)
+        scales.store(gl.load(arrays.key_scale + (b_row * SHAPE.key_heads + key_head), mask=o_row < length, other=0.0))
     for j in gl.static_range(3):
         pairs.index(j).store(listed_pairs(p_list, first + j * ROWS, last, ROWS, ONE))
     thread_barrier()
@@ -90,6 +142,9 @@ def moba_hopper_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScala
     m_key = o_key < length
     if SHAPE.has_mask:
         m_key = m_key & (gl.load(arrays.mask + start + o_key, mask=m_key, other=0) != 0)
+    if SHAPE.has_score_scale:
+        sequence = start // scalars.max_keys
+        factor = gl.load(arrays.score_scale + sequence.to(gl.int64) * SHAPE.key_heads + key_head)
     b_zero = gl.zeros([ROWS, KEYS], gl.float32, S)
     b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, R)
     async_copy.wait_group(1)
@@ -108,6 +163,10 @@ def moba_hopper_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScala
         fence_async_shared()
         thread_barrier()
         b_next = warpgroup_mma(q_smem.index((at + 1) % 2), k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        if SHAPE.has_score_scale:
+            b_scores *= factor
+        if SHAPE.has_key_scale:
+            b_scores *= gl.expand_dims(scales.load(gl.SliceLayout(0, S)), 0)
         if SHAPE.has_mask or length < KEYS:
             b_scores = gl.where(gl.expand_dims(m_key, 0), b_scores, float("-inf"))
         b_max = gl.max(b_scores, 1) * scalars.scale_log2
@@ -131,6 +190,8 @@ def moba_hopper_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScala
         o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
         gl.store(arrays.part + o_part * HEAD_DIM + o_column, b_part, mask=(b_here >= 0) & (o_column >= 0))
     async_copy.wait_group(0)
+    if SHAPE.has_key_scale:
+        scales._keep_alive()
     k_smem._keep_alive()
     v_smem._keep_alive()
     q_smem._keep_alive()

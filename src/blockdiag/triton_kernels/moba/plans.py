@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from blockdiag.ops.moba.problem import MoBAProblem
+from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.block_diagonal.plans import LOG2_E, takes_operands
 from blockdiag.triton_kernels.launch.compiler_versions import adjusted
 from blockdiag.triton_kernels.launch.plan import (
@@ -48,6 +49,7 @@ from blockdiag.triton_kernels.moba.configs import (
     key_tiles,
     span_rows,
 )
+from blockdiag.triton_kernels.paged.plans import PagedLaunch
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 Kind = Literal[
@@ -65,6 +67,8 @@ class _Arrays(NamedTuple):
 
 
 _OPERANDS = ("query", "key", "value")
+# Arrays of a cache that are not operands.
+_CACHE = ("page_table", "score_scale", "key_scale", "value_scale")
 _LISTS = ("offsets", "counts", "entries")
 _STARTS = ("score_start", "weight_start")
 _KEY_GRADIENTS = ("d_key", "d_value")
@@ -77,9 +81,13 @@ _KINDS: Mapping[str, _Arrays] = {
     "offsets": _Arrays("lists", ("counters", "counts"), ("offsets", "before")),
     "entries": _Arrays("lists", ("chosen", "ranks", "before"), ("entries", "degrees")),
     "items": _Arrays("lists", ("counts",), ("items",)),
-    "blocks_forward": _Arrays("forward", (*_OPERANDS, "mask", "blocks", "items", *_LISTS), ("part", "part_sum")),
+    "blocks_forward": _Arrays(
+        "forward", (*_OPERANDS, "mask", "blocks", "items", *_LISTS, *_CACHE), ("part", "part_sum")
+    ),
     "merge_forward": _Arrays(
-        "forward", (*_OPERANDS, "mask", "queries", "own", "degrees", "part", "part_sum"), ("output", "log_sum")
+        "forward",
+        (*_OPERANDS, "mask", "queries", "own", "degrees", *_CACHE, "part", "part_sum"),
+        ("output", "log_sum"),
     ),
     "starts": _Arrays("backward", ("output", "output_cotangent", "log_sum", "log_sum_cotangent"), _STARTS),
     "blocks_backward": _Arrays(
@@ -146,6 +154,8 @@ class MoBALaunch:
         heads: first key head and number of key heads of the launch, with their query heads; None for all. Attention is
             computed for some heads at a time to reduce the memory of partial results.
         is_portable: whether to use only kernels that Triton's interpreter supports, on every target.
+        cache: the call of a paged cache whose keys and values the launch reads, or None. Keys are then numbered as in
+            the page table, sequence * max_keys + position, and mean keys are float32.
     """
 
     problem: MoBAProblem
@@ -153,6 +163,7 @@ class MoBALaunch:
     has_own: bool = False
     is_portable: bool = False
     heads: tuple[int, int] | None = None
+    cache: PagedProblem | None = None
 
     @property
     def name(self) -> str:
@@ -187,7 +198,8 @@ class MoBALaunch:
         if hopper is not None:
             module, name = _HOPPER_KERNELS[self.kind]
         kernel = getattr(importlib.import_module(f"blockdiag.triton_kernels.moba.{module}"), name)
-        config = hopper or config_of(self.problem, self.kind, target.arch)
+        scales_values = self.cache is not None and self.cache.value_scale == "token"
+        config = hopper or config_of(self.problem, self.kind, target.arch, scales_values=scales_values)
         config = adjusted(config, ADJUSTMENTS, self.problem, self.kind, target.arch)
         return LaunchPlan(
             name=self.name,
@@ -223,7 +235,7 @@ class MoBALaunch:
         }
 
     def _shape_values(self) -> dict[str, Any]:
-        problem = self.problem
+        problem, cache = self.problem, self.cache
         return {
             "query_heads": problem.query_heads,
             "key_heads": problem.key_heads,
@@ -235,6 +247,11 @@ class MoBALaunch:
             "has_mask": problem.has_key_mask,
             "is_causal": problem.is_causal,
             "has_own": self.has_own and problem.is_causal,
+            "has_cache": cache is not None,
+            "page_size": cache.page_size if cache is not None and cache.has_page_table else 0,
+            "has_score_scale": cache is not None and cache.has_score_scale,
+            "has_key_scale": cache is not None and cache.key_scale != "none",
+            "value_scale": "none" if cache is None else cache.value_scale,
         }
 
     def _tile_values(self, config: Config) -> dict[str, Any]:
@@ -310,7 +327,9 @@ class MoBALaunch:
     @property
     def _parts(self) -> int:
         """The parts of mean keys that the launch reads."""
-        return 2 if self.kind == "choose" and has_halves(self.problem) else self.problem.centroid_parts
+        if self.kind == "choose" and has_halves(self.problem):
+            return 2
+        return 1 if self.cache is not None else self.problem.centroid_parts
 
     def _is_present(self, name: str) -> bool:
         match name:
@@ -322,6 +341,14 @@ class MoBALaunch:
                 return self.problem.has_key_mask
             case "own":
                 return self.has_own and self.problem.is_causal
+            case "page_table":
+                return self.cache is not None and self.cache.has_page_table
+            case "score_scale":
+                return self.cache is not None and self.cache.has_score_scale
+            case "key_scale":
+                return self.cache is not None and self.cache.key_scale != "none"
+            case "value_scale":
+                return self.cache is not None and self.cache.value_scale != "none"
             case "offsets" | "counts" | "entries" | "degrees" | "part_sum":
                 return self.problem.slots > 0
             case "part":
@@ -344,7 +371,12 @@ class MoBALaunch:
         return problem.num_blocks + problem.query_tokens * problem.slots // config.chunk
 
     def _array_spec(self, name: str) -> TensorSpec:
-        problem = self.problem
+        problem, cache = self.problem, self.cache
+        if cache is not None and name in (*_OPERANDS, *_CACHE, "output", "log_sum"):
+            return PagedLaunch(cache, "merge").array_spec(name)
+        if cache is not None and name == "centroids":
+            shape = (cache.batch, problem.num_blocks // cache.batch, problem.key_heads, problem.head_dim)
+            return TensorSpec(shape, "float32")
         tokens, heads, head_dim = problem.query_tokens, problem.query_heads, problem.head_dim
         spans = -(-tokens // span_rows(problem))
         match name:
@@ -419,10 +451,12 @@ class MoBALaunch:
 
     def _scalars(self, config: Config) -> dict[str, Argument]:
         """Return the run-time scalars. None is compiled in, so different lengths and scales share a kernel."""
-        problem = self.problem
+        problem, cache = self.problem, self.cache
         tokens = problem.query_tokens
         rows = span_rows(problem)
         return {
+            "num_pages": Constexpr(None) if cache is None else Scalar(cache.num_pages, "i32"),
+            "max_keys": Constexpr(None) if cache is None else Scalar(cache.max_keys, "i32"),
             "query_tokens": Scalar(tokens, "i32"),
             "num_blocks": Scalar(problem.num_blocks, "i32"),
             "num_items": Scalar(self._num_items(config), "i32"),
@@ -443,7 +477,7 @@ class MoBALaunch:
             "HEAD_DIM": problem.head_dim,
             "COLUMNS": max(16, next_power_of_2(problem.head_dim)),
             "PARTS": self._parts,
-            "PART_SCALE": 1.0 if self._parts == 2 else problem.centroid_scale,
+            "PART_SCALE": 1.0 if self._parts < 3 else problem.centroid_scale,
             "SLOTS": problem.slots,
             # Entries of the list of the best blocks: one more than the slots, to compare the last selected block with
             # the first rejected one.

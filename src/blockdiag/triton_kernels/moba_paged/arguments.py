@@ -10,6 +10,34 @@ from typing import Literal, NamedTuple
 from blockdiag.triton_kernels.launch.plan import Argument
 
 
+class TableArrays(NamedTuple):
+    """The arrays of the kernel that writes a prompt's tables. Arrays that a call does not have are None."""
+
+    kv_lengths: Argument
+    query_lengths: Argument
+    blocks: Argument
+    queries: Argument
+
+
+class TableScalars(NamedTuple):
+    """The run-time scalars of the kernel that writes a prompt's tables.
+
+    Attributes:
+        rows: queries of all sequences, including those beyond the lengths.
+        blocks: blocks of all sequences with mean keys.
+        query_tokens: queries of a sequence, including those beyond its length.
+        max_keys: the most keys that a sequence can have.
+        max_blocks: blocks of a sequence with mean keys.
+    """
+
+    rows: Argument
+    blocks: Argument
+    query_tokens: Argument
+    max_keys: Argument
+    max_blocks: Argument
+    block_size: Argument
+
+
 class ScoreArrays(NamedTuple):
     """The arrays of the score kernel. Arrays that a call does not have are None."""
 
@@ -60,7 +88,7 @@ class ScoreTile:
     Attributes:
         blocks: mean keys of a tile.
         rows: queries whose loads are in flight together.
-        all_rows: rows of a key head, padded to a power of two.
+        all_rows: rows of a key head that are reset at a time, a power of two.
         columns: `head_dim` padded to a power of two.
     """
 

@@ -78,9 +78,15 @@ def moba_paged_scores(arrays: ScoreArrays, scalars: ScoreScalars, SHAPE: tl.cons
     key_head = tl.program_id(1)
     batch = tl.program_id(2)
     if tl.program_id(0) == 0:
-        o_row = tl.arange(0, TILE.all_rows)
-        b_place = rows_of_heads(o_row, batch.to(tl.int64) * SHAPE.query_tokens, key_head, SHAPE)
-        tl.store(arrays.arrived + b_place, 0, mask=o_row < SHAPE.query_tokens * GROUP)
+        if SHAPE.query_tokens * GROUP <= TILE.all_rows:
+            o_row = tl.arange(0, TILE.all_rows)
+            b_place = rows_of_heads(o_row, batch.to(tl.int64) * SHAPE.query_tokens, key_head, SHAPE)
+            tl.store(arrays.arrived + b_place, 0, mask=o_row < SHAPE.query_tokens * GROUP)
+        else:
+            for first_reset in range(0, SHAPE.query_tokens * GROUP, TILE.all_rows):
+                o_row = first_reset + tl.arange(0, TILE.all_rows)
+                b_place = rows_of_heads(o_row, batch.to(tl.int64) * SHAPE.query_tokens, key_head, SHAPE)
+                tl.store(arrays.arrived + b_place, 0, mask=o_row < SHAPE.query_tokens * GROUP)
     keys, queries = sequence_lengths(arrays, batch, scalars.max_keys, SHAPE)
     candidates = tl.maximum(keys - 1, 0) // SHAPE.block_size
     first = tl.program_id(0) * BLOCKS

@@ -1,4 +1,7 @@
-"""Launch plans of MoBA over a paged cache: block scores, block selection, and attention to tiles of blocks."""
+"""Launch plans of MoBA over a paged cache: block scores, block selection, and attention to tiles of blocks.
+
+These are the launches of few queries; those of prompts are in `prompts`.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from blockdiag.triton_kernels.launch.plan import (
     array_group,
     scalar_group,
 )
+from blockdiag.triton_kernels.moba.plans import MoBALaunch
 from blockdiag.triton_kernels.moba_paged.arguments import (
     BlockArrays,
     BlockOptions,
@@ -29,6 +33,7 @@ from blockdiag.triton_kernels.moba_paged.arguments import (
     ScoreShape,
     ScoreTile,
 )
+from blockdiag.triton_kernels.moba_paged.prompts import PromptLaunch, is_prompt, prompt_steps
 from blockdiag.triton_kernels.paged import plans as paged
 from blockdiag.triton_kernels.paged.plans import PagedLaunch
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
@@ -37,6 +42,8 @@ Kind = Literal["scores", "choose", "blocks"]
 
 # Mean keys of a tile, and queries whose loads are in flight together.
 SCORED_BLOCKS, SCORED_ROWS = 8, 4
+# Counters that one step of the score kernel resets.
+RESET_ROWS = 1024
 # Scores of a query that are held at once, and the most candidates for which every program repeats the selection.
 CHOICE_BLOCKS, FEW_BLOCKS = 4096, 2048
 # Keys of a tile. One warp holds 32 keys of 128 elements and needs no barriers. Larger blocks have larger tiles, which
@@ -71,8 +78,18 @@ def with_parts(problem: MoBAPagedProblem) -> MoBAPagedProblem:
     return dataclasses.replace(problem, paged=call)
 
 
-def steps(problem: MoBAPagedProblem) -> "tuple[MoBAPagedLaunch, ...]":
-    """Return the launches of a call in order. Each reads arrays by name and adds the arrays that it writes."""
+type Step = MoBAPagedLaunch | PromptLaunch | MoBALaunch
+
+
+def steps(problem: MoBAPagedProblem, *, is_portable: bool = False) -> tuple[Step, ...]:
+    """Return the launches of a call in order. Each reads arrays by name and adds the arrays that it writes.
+
+    Args:
+        problem: the call.
+        is_portable: whether to use only kernels that Triton's interpreter supports.
+    """
+    if is_prompt(problem):
+        return tuple(prompt_steps(problem, is_portable=is_portable))
     problem = with_parts(problem)
     kinds: tuple[Kind, ...] = ("scores", "choose", "blocks") if _has_chosen(problem) else ("scores", "blocks")
     return tuple(MoBAPagedLaunch(problem, kind) for kind in kinds)
@@ -184,7 +201,7 @@ class MoBAPagedLaunch:
         tile = ScoreTile(
             blocks=min(SCORED_BLOCKS, next_power_of_2(max(1, problem.num_candidates))),
             rows=min(SCORED_ROWS, rows),
-            all_rows=rows,
+            all_rows=min(RESET_ROWS, rows),
             columns=next_power_of_2(call.head_dim),
         )
         shape = ScoreShape(

@@ -2,15 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 
-from blockdiag.interop.torch_launch import bound_launch
 from blockdiag.ops.moba.lists import Lists
 from blockdiag.ops.moba.problem import MoBAProblem
-from blockdiag.torch.launches import dense, reshaped
+from blockdiag.torch.launches import Launches, dense, reshaped
 from blockdiag.torch.operator import Unsupported
 from blockdiag.torch.ops.moba.operators import (
     AttentionArguments,
@@ -192,37 +191,13 @@ def _flags(**given: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 def _run(name: Pass, problem: MoBAProblem, arrays: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run a pass on the current device and return its results."""
-    launches = _launches(name, problem, "own" in arrays, torch.cuda.current_device())
-    for launch, input_names, output_names, unneeded in launches:
-        results = launch(tuple(arrays[name] for name in input_names))
-        arrays.update(zip(output_names, results, strict=True))
-        for array in unneeded:
-            del arrays[array]
+    _launches(name, problem, "own" in arrays, torch.cuda.current_device())(arrays)
     return tuple(arrays[name] for name in _RESULTS[name])
 
 
-type _Launch = tuple[
-    Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]], tuple[str, ...], tuple[str, ...], tuple[str, ...]
-]
-
-
-def _needed(later: Sequence[MoBALaunch], results: set[str]) -> set[str]:
-    """Return the arrays whose current value a later launch reads, before a launch overwrites that name."""
-    needed: set[str] = set()
-    replaced: set[str] = set()
-    for spec in later:
-        needed.update(set(spec.input_names) - replaced)
-        replaced.update(spec.output_names)
-    return needed | (results - replaced)
-
-
 @functools.lru_cache(maxsize=_REMEMBERED_PASSES)
-def _launches(name: Pass, problem: MoBAProblem, has_own: bool, device_index: int) -> tuple[_Launch, ...]:
-    """Return the launches of a pass, each with the arrays that it reads, writes and frees.
-
-    Scratch memory returns to torch's allocator once the last launch that reads it is enqueued. The allocator reuses it
-    only for later work on the same stream.
-    """
+def _launches(name: Pass, problem: MoBAProblem, has_own: bool, device_index: int) -> Launches:
+    """Return the launches of a pass."""
     steps = {
         "route": lambda: routing_steps(problem),
         "centroids": centroid_steps,
@@ -232,11 +207,4 @@ def _launches(name: Pass, problem: MoBAProblem, has_own: bool, device_index: int
         "backward": lambda: backward_steps(problem),
     }[name]()
     specs = [MoBALaunch(problem, kind, has_own=has_own, heads=heads) for kind, heads in steps]
-    result: list[_Launch] = []
-    written: set[str] = set()
-    for index, spec in enumerate(specs):
-        written.update(spec.output_names)
-        unneeded = tuple(sorted(written - _needed(specs[index + 1 :], set(_RESULTS[name]))))
-        written.difference_update(unneeded)
-        result.append((bound_launch(spec, device_index), spec.input_names, spec.output_names, unneeded))
-    return tuple(result)
+    return Launches(specs, device_index, _RESULTS[name])

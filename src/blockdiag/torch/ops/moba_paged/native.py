@@ -20,7 +20,7 @@ class _Prepared:
         reason = supports(problem)
         if reason is not None:
             raise Unsupported(reason)
-        self._launches = Launches(steps(problem), arguments.query.device.index)
+        self._launches = Launches(steps(problem), arguments.query.device.index, ("output", "log_sum"))
 
     def attend(self, arguments: MoBAPagedArguments) -> Results:
         """Return the output and the log-sum-exp."""
