@@ -115,6 +115,9 @@ class Shared:
             values, self.races, self.record.view(lambda x: x.reshape(-1)[: count * parts].reshape(*shape, parts))
         )
 
+    def _keep_alive(self) -> None:
+        """Keep the memory from being reused, which does not happen here."""
+
     def load(self, layout: object) -> Array:
         del layout
         if self.races is not None and self.record is not None:

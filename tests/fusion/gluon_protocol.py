@@ -4,6 +4,8 @@ Tile contents are ignored; a run checks that no warp schedule deadlocks. Indices
 count phases as on the GPU. gluon_interpreter.py also computes the tiles.
 """
 
+import __future__
+
 import builtins
 import inspect
 import random
@@ -18,11 +20,12 @@ import numpy as np
 from triton.language import constexpr
 
 from blockdiag.triton_kernels.dense import hopper_backward, hopper_forward
+from blockdiag.triton_kernels.moba import hopper_backward as moba_backward
 from blockdiag.triton_kernels.paged import hopper_prompts, places
 from blockdiag.triton_kernels.parts import hopper_tiles, resident_tiles
 
 # In the order in which their names hide each other.
-TEMPLATES = (hopper_tiles, hopper_backward, hopper_forward, hopper_prompts, places)
+TEMPLATES = (hopper_tiles, hopper_backward, hopper_forward, hopper_prompts, places, moba_backward)
 
 
 class Deadlock(AssertionError):
@@ -396,7 +399,9 @@ def kernel_with(
     for source in (inspect.getsource(resident_tiles), *(change(inspect.getsource(x)) for x in templates), text):
         first = re.search(r"^@(gluon|triton)\.jit", source, re.MULTILINE)
         assert first is not None
-        exec(compile(source[first.start() :], f"<{name}>", "exec"), scope)
+        # Types of annotations need not be there.
+        code = compile(source[first.start() :], f"<{name}>", "exec", __future__.annotations.compiler_flag)
+        exec(code, scope)
         # A template defines the barriers of the GPU.
         scope |= {"make_barriers": words["make_barriers"], **helpers}
     return scope[name]

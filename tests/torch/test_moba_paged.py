@@ -6,8 +6,9 @@ torch = pytest.importorskip("torch")
 
 import blockdiag  # noqa: E402
 from blockdiag.torch import moba_paged_attention  # noqa: E402
-from blockdiag.torch.ops.moba_paged.operators import MoBAPagedArguments  # noqa: E402
+from blockdiag.torch.ops.moba_paged.operators import MoBAPagedArguments, describe  # noqa: E402
 from tests.ops.moba_paged.test_moba_paged import BAD, CASES, last_rows_of_moba  # noqa: E402
+from tests.ops.moba_paged.test_prompts import CASES as PROMPTS  # noqa: E402
 from tests.torch.paged_torch_support import (  # noqa: E402
     as_arrays,
     messages_of_mistakes,
@@ -74,6 +75,35 @@ def test_native_path_in_the_interpreter_is_accurate(name):
 
     case = CASES[name]
     case.check(as_arrays(native.attend(operator_arguments(arguments_of(case)))))
+
+
+@pytest.mark.usefixtures("interpreted_paged_kernels")
+@pytest.mark.parametrize(
+    "name", ["pages of 16", "e4m3, scales of tokens", "e5m2, scales of heads", "eight bits", "own block only"]
+)
+def test_native_path_of_prompts_has_the_bits_of_jax(name):
+    """The interpreter computes both, by the same launches."""
+    from blockdiag.torch.ops.moba_paged import native
+
+    case = PROMPTS[name]
+    arguments = operator_arguments(arguments_of(case))
+    query = arguments.query.clone()
+    results = native.attend(arguments)
+    case.check_products(as_arrays(results))
+    assert_same_bits(results, case.results("triton"))
+    assert_same_bits([arguments.query], [query])
+
+
+@pytest.mark.usefixtures("interpreted_paged_kernels")
+def test_scratch_memory_of_prompts_is_freed_after_its_last_launch():
+    from blockdiag.torch.launches import unneeded_arrays
+    from blockdiag.triton_kernels.moba_paged.plans import steps
+
+    launches = steps(describe(operator_arguments(arguments_of(PROMPTS["pages of 16"]))))
+    freed = dict(zip([x.name for x in launches], unneeded_arrays(launches, ("output", "log_sum")), strict=True))
+    assert "chosen" in freed["moba_entries"] and {"part", "part_sum"} <= set(freed["moba_merge_forward"])
+    written = {name for x in launches for name in x.output_names} - {"output", "log_sum"}
+    assert written == {name for names in freed.values() for name in names}
 
 
 @pytest.mark.usefixtures("interpreted_paged_kernels")

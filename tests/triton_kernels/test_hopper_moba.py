@@ -1,4 +1,4 @@
-"""MoBA's kernel for Hopper that attends to chosen blocks, in the interpreter: contiguous keys, and caches of prompts."""
+"""MoBA's forward kernel for Hopper, in the interpreter: contiguous keys, and caches of prompts."""
 
 import dataclasses
 import functools

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from blockdiag import moba_attention, moba_paged_attention
+from blockdiag.ops.moba_paged import xla as xla_moba_paged
+from blockdiag.ops.moba_paged.checks import describe_moba_paged_call
+from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 from blockdiag.triton_kernels.moba_paged.plans import steps
 from blockdiag.triton_kernels.moba_paged.prompts import PROMPT_QUERIES, is_prompt
-from tests.ops.moba_paged.test_moba_paged import IMPLEMENTATIONS, MoBAPagedCase
+from tests.ops.moba_paged.test_moba_paged import IMPLEMENTATIONS, SCALES, MoBAPagedCase
 from tests.ops.paged_support import PagedCase
 
 # A chunk, a whole prompt, a sequence without keys, one with few queries, and one that has fewer keys than queries.
@@ -69,6 +72,12 @@ CASES = {
         top_k=3,
     ),
 }  # fmt: skip
+
+
+def problem_of(case: MoBAPagedCase) -> MoBAPagedProblem:
+    """Return the description of a call."""
+    arguments = dict.fromkeys((*SCALES, "query_lengths")) | case.arguments
+    return describe_moba_paged_call(**arguments, block_size=case.block_size, top_k=case.top_k, scale=case.paged.scale)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -199,6 +208,33 @@ def test_out_of_range_lengths_and_pages_are_clipped(implementation):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["pages of 16", "all queries", "e4m3, scales of tokens"])
+def test_chunks_of_queries_in_xla_are_accurate(monkeypatch, name):
+    """Seven queries at a time leave a last chunk that is not full."""
+    case = CASES[name]
+    problem = problem_of(case)
+    call = problem.paged
+    monkeypatch.setattr(xla_moba_paged, "_GATHERED", 7 * 16 * call.batch * call.query_heads * call.head_dim)
+    names = ("query", "key_pages", "value_pages", "page_table", "kv_lengths", "query_lengths", "query_scale",
+             "key_scale", "value_scale", "key_centroids")  # fmt: skip
+    operands = [case.arguments.get(name) for name in names]
+    jaxpr = jax.make_jaxpr(functools.partial(xla_moba_paged.forward, problem))(*operands)
+    assert f"length={-(-call.query_tokens // 7)}" in str(jaxpr), "one step for each chunk"
+    case.check_products(xla_moba_paged.forward(problem, *operands))
+
+
+def test_memory_of_xla_does_not_grow_with_the_number_of_queries():
+    """The temporary memory of a long prompt is a small multiple of its arguments and results."""
+    tokens, page = jax.ShapeDtypeStruct((1, 32768, 8, 64), jnp.bfloat16), jnp.bfloat16
+    cache = jax.ShapeDtypeStruct((1, 32768, 2, 64), page)
+    centroids = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
+    call = functools.partial(moba_paged_attention, block_size=128, top_k=8, implementation="xla")
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    compiled = jax.jit(lambda *x: call(x[0], x[1], x[2], None, *x[3:])).lower(tokens, cache, cache, lengths, centroids)
+    memory = compiled.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**29
+
+
 def test_vmap_matches_single_calls():
     case = CASES["e4m3, scales of tokens"]
     call = functools.partial(
@@ -219,15 +255,9 @@ def test_vmap_matches_single_calls():
 
 
 def test_prompts_begin_at_a_number_of_queries():
-    from blockdiag.ops.moba_paged.checks import describe_moba_paged_call
-
-    case = CASES["pages of 16"]
+    problem = problem_of(CASES["pages of 16"])
     for tokens, is_long in ((PROMPT_QUERIES - 1, False), (PROMPT_QUERIES, True)):
-        arguments = case.arguments | {"query": case.arguments["query"][:, :tokens]}
-        arguments |= {"query_lengths": jnp.minimum(arguments["query_lengths"], tokens)}
-        scales = dict(key_scale=None, value_scale=None, query_scale=None)
-        arguments = {name: x for name, x in arguments.items() if x is not None and name not in scales}
-        problem = describe_moba_paged_call(**arguments, **scales, block_size=16, top_k=3, scale=None)
+        problem = dataclasses.replace(problem, paged=dataclasses.replace(problem.paged, query_tokens=tokens))
         assert is_prompt(problem) == is_long
         assert ("moba_blocks_forward" in [launch.name for launch in steps(problem)]) == is_long
-    assert not is_prompt(dataclasses.replace(problem, paged=dataclasses.replace(problem.paged, value_dim=24)))
+    assert not is_prompt(problem_of(CASES["values of another width"]))

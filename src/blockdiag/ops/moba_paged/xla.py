@@ -1,9 +1,10 @@
 """MoBA over a paged cache in plain `jax.numpy`: only the keys of chosen blocks are gathered.
 
 Each step of a loop gathers a tile of one chosen block for each query of each head, and merges attention to it into an
-online softmax.
+online softmax. Many queries are computed in chunks, so that memory does not grow with their number.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -16,8 +17,10 @@ from blockdiag.common.dtypes import accumulation_dtype
 from blockdiag.common.sizes import is_symbolic
 from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 
-# Maximum number of key elements, and of value elements, that one step gathers. Tiles have at least 16 keys even so.
+# Maximum number of key elements, and of value elements, that one step gathers. Tiles have at least 16 keys, and chunks
+# at least one query, even so.
 _GATHERED = 1 << 23
+_FEWEST_KEYS = 16
 
 
 def available() -> str | None:
@@ -97,6 +100,15 @@ def forward(
     return jax.vmap(lambda sequence: _attend(problem, cache, sequence))(sequences)
 
 
+def _chunk_queries(problem: MoBAPagedProblem) -> int:
+    """Return the number of queries of a sequence that are computed together."""
+    call = problem.paged
+    sizes = (call.batch, call.query_heads, max(call.head_dim, call.value_dim))
+    if any(map(is_symbolic, (*sizes, call.query_tokens))):
+        return call.query_tokens
+    return min(call.query_tokens, max(1, _GATHERED // max(math.prod(sizes) * _FEWEST_KEYS, 1)))
+
+
 def _choose(problem: MoBAPagedProblem, sequence: _Sequence, position: Array) -> Array:
     """Return the blocks of each query, int32 [T, N, 1 + slots]: its own, then others by descending score, then -1.
 
@@ -129,18 +141,41 @@ def _tile_keys(problem: MoBAPagedProblem) -> int:
     call = problem.paged
     sizes = (call.batch, call.query_tokens, call.query_heads, max(call.head_dim, call.value_dim))
     if any(map(is_symbolic, sizes)):
-        return min(problem.block_size, 16)
+        return min(problem.block_size, _FEWEST_KEYS)
     of_a_key = math.prod(sizes)
-    return min(problem.block_size, max(16, _GATHERED // max(of_a_key, 1) // 16 * 16))
+    return min(problem.block_size, max(_FEWEST_KEYS, _GATHERED // max(of_a_key, 1) // 16 * 16))
 
 
 def _attend(problem: MoBAPagedProblem, cache: _Cache, sequence: _Sequence) -> tuple[Array, Array]:
     """Return output [T, N, V] and log-sum-exp [T, N] of one sequence."""
-    call, wide = problem.paged, accumulation_dtype(sequence.query.dtype)
-    rows = (call.query_tokens, call.query_heads)
+    call = problem.paged
     row = jnp.arange(call.query_tokens, dtype=jnp.int32)
     is_row = row < sequence.query_length
     position = jnp.where(is_row, jnp.maximum(sequence.kv_length - sequence.query_length + row, -1), -1)
+    size = _chunk_queries(problem)
+    if size == call.query_tokens:
+        return _attend_chunk(problem, cache, sequence, position)
+    count = -(-call.query_tokens // size)
+    padding = count * size - call.query_tokens
+    query = jnp.pad(sequence.query, ((0, padding), (0, 0), (0, 0))).reshape(count, size, *sequence.query.shape[1:])
+    position = jnp.pad(position, (0, padding), constant_values=-1).reshape(count, size)
+    part = dataclasses.replace(problem, paged=dataclasses.replace(call, query_tokens=size))
+
+    def attend(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+        query, position = chunk
+        return _attend_chunk(part, cache, sequence._replace(query=query), position)
+
+    results = jax.lax.map(attend, (query, position))
+    output, log_sum = (x.reshape(count * size, *x.shape[2:])[: call.query_tokens] for x in results)
+    return output, log_sum
+
+
+def _attend_chunk(
+    problem: MoBAPagedProblem, cache: _Cache, sequence: _Sequence, position: Array
+) -> tuple[Array, Array]:
+    """Return output and log-sum-exp of queries of one sequence, given their positions; -1 sees nothing."""
+    call, wide = problem.paged, accumulation_dtype(sequence.query.dtype)
+    rows = (call.query_tokens, call.query_heads)
     chosen = _choose(problem, sequence, position)
     start = _Sums(jnp.zeros((*rows, call.value_dim), wide), jnp.zeros(rows, wide), jnp.full(rows, -jnp.inf, wide))
     _, start = on_common_axes((cache, sequence), start)

@@ -17,6 +17,9 @@ CENTROID_ROWS = 16
 MANY_HEADS_SPANS = 256
 _ALL_HEADS_SPANS = 1024
 _FEWEST_SPAN_ROWS = 256
+# Most counters of all heads, spans and blocks: 1 GiB. Only caches with room for many more blocks than queries have so
+# many.
+_MOST_COUNTERS = 2**28
 
 # Shortest key axis, of one batch row or packed, with which mean keys are split into two halves; in blocks.
 FEWEST_HALVED_BLOCKS = 512
@@ -75,6 +78,7 @@ ADJUSTMENTS = (
 def span_rows(problem: MoBAProblem) -> int:
     """Return the number of queries of a span."""
     spans = max(MANY_HEADS_SPANS, _ALL_HEADS_SPANS // max(1, problem.query_heads))
+    spans = max(1, min(spans, _MOST_COUNTERS // max(1, problem.query_heads * problem.num_blocks)))
     return max(_FEWEST_SPAN_ROWS, 64 * -(-problem.query_tokens // (64 * spans)))
 
 
