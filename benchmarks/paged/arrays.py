@@ -56,7 +56,7 @@ def case_arrays(case: PagedCase, pool: Pool, *, seed: int) -> list[Tensors]:
     """The arrays of every call of a round, by the names that launches give them.
 
     Pages are a permutation of the pool's, so that none is shared. With several copies each call has pages of its own;
-    with MoBA, a query of its own, since calls with one query would find their blocks in the L2.
+    decoding with MoBA, a query of its own, since calls with one query would find their blocks in the L2.
     """
     device = pool.key.device
     generator = torch.Generator(device=device).manual_seed(seed + 1)
@@ -69,7 +69,7 @@ def case_arrays(case: PagedCase, pool: Pool, *, seed: int) -> list[Tensors]:
     shared |= pool.pages(case)
     if case.block_size is not None:
         shared["centroids"] = mean_keys(case, shared["key"], tables[0])
-    queries = case.calls if case.block_size is not None else 1
+    queries = case.calls if case.group == "moba" else 1
     given = [(_query(case, generator), tables[0].contiguous()) for _ in range(queries)]
     if case.copies > 1:
         given = [(given[0][0], table.contiguous()) for table in tables]

@@ -10,7 +10,9 @@ from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 from blockdiag.ops.paged.problem import WIDE_HEAD, CacheScale, PagedProblem
 from blockdiag.ops.paged.splits import choose_splits
 
-type Group = Literal["decode", "moba", "short", "speculative", "splits", "scales", "append", "prompts", "latent"]
+type Group = Literal[
+    "decode", "moba", "short", "speculative", "splits", "scales", "append", "prompts", "moba_prompts", "latent"
+]
 
 # In the order in which a short budget should be spent.
 GROUPS: dict[Group, str] = {
@@ -22,6 +24,7 @@ GROUPS: dict[Group, str] = {
     "scales": "eight-bit caches with scales",
     "append": "one new token of each sequence",
     "prompts": "many new tokens of each sequence",
+    "moba_prompts": "many new tokens that read the blocks they choose",
     "latent": "one query of each sequence and a latent cache, whose values are columns of its keys",
 }
 
@@ -39,11 +42,16 @@ DRAFT_LENGTHS = (4, 8)
 SHORT_LENGTHS = (1024, 2048, 4096, 8192)
 # Sequences, keys of each, and how many of them are new.
 PROMPTS = ((1, 8192, 8192), (1, 16384, 16384), (1, 32768, 512), (8, 8192, 64))
+# New tokens of one sequence with so many keys: a whole prompt, and its last chunk.
+MOBA_PROMPT_KEYS, MOBA_PROMPTS = 65536, (65536, 2048)
 # Sequences and keys of each, query heads, and caches with their scales, of DeepSeek's latent attention.
 LATENTS = ((32, 8192), (8, 32768), (4, 65536))
 LATENT_HEADS = (64, 128)
 LATENT_CACHES: tuple[tuple[str, CacheScale], ...] = (("bfloat16", "none"), ("float8_e4m3fn", "token"))
 LATENT_DIM, LATENT_VALUE_DIM = 576, 512
+
+MOBA = "moba-contiguous"
+"""The name of `moba_attention` with contiguous keys."""
 
 QUERY_BYTES = 2  # queries are bfloat16
 _IN_MEMORY = 2**28  # bytes that do not stay in an L2 of 60 MB
@@ -171,14 +179,25 @@ class PagedCase:
     @property
     def counts_products(self) -> bool:
         """True if products may take longer than reading the cache."""
-        return self.group in ("prompts", "latent")
+        return self.group in ("prompts", "moba_prompts", "latent")
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of both products, for the keys that queries see."""
+        """Floating-point operations of both products, for the keys that queries see.
+
+        With MoBA, queries whose position is in one of the first `top_k` blocks see all keys up to it.
+        """
         shape, new = self.shape, self.query_tokens
         pairs = new * (shape.kv_length - new) + new * (new + 1) / 2
+        if self.block_size is not None:
+            pairs = sum(self._seen_keys(position) for position in range(shape.kv_length - new, shape.kv_length))
         return 2.0 * shape.batch * shape.query_heads * (shape.head_dim + shape.value_dim) * pairs
+
+    def _seen_keys(self, position: int) -> int:
+        """The keys that a query of MoBA sees: all of its chosen blocks, and its own block up to itself."""
+        assert self.block_size is not None and self.top_k is not None
+        own, place = divmod(position, self.block_size)
+        return min(own, self.top_k - 1) * self.block_size + place + 1
 
     @property
     def num_splits(self) -> int:
@@ -302,6 +321,18 @@ def prompt_cases() -> list[PagedCase]:
     ]
 
 
+def moba_prompt_cases() -> list[PagedCase]:
+    """By new tokens, cache and page size."""
+    shape = PagedShape(name=f"b1_{MOBA_PROMPT_KEYS // 1024}k", batch=1, kv_length=MOBA_PROMPT_KEYS)
+    return [
+        PagedCase(
+            group="moba_prompts", shape=shape, cache=cache, page_size=size, query_tokens=tokens, block_size=128, top_k=8
+        )
+        for tokens in MOBA_PROMPTS
+        for cache, size in (("bfloat16", 16), ("bfloat16", 64), ("float8_e4m3fn", 64))
+    ]
+
+
 def latent_cases() -> list[PagedCase]:
     """By query heads and cache."""
     cases = []
@@ -365,7 +396,7 @@ def make_cases() -> list[PagedCase]:
             ("int8", 64, "token"),
         )
     ]
-    return cases + prompt_cases() + latent_cases()
+    return cases + prompt_cases() + moba_prompt_cases() + latent_cases()
 
 
 def select_groups(names: str | None) -> list[Group]:
@@ -399,5 +430,6 @@ SMOKE_CASES = (
     PagedCase(group="append", shape=_SMOKE, cache="float8_e4m3fn", page_size=16, scales="token"),
     PagedCase(group="append", shape=_SMOKE, cache="int8", page_size=16, scales="token"),
     PagedCase(group="prompts", shape=_SMOKE, page_size=16, query_tokens=40),
+    PagedCase(group="moba_prompts", shape=_SMOKE, page_size=16, query_tokens=96, block_size=16, top_k=3),
     PagedCase(group="latent", shape=_SMOKE_LATENT, cache="float8_e4m3fn", page_size=16, scales="token"),
 )

@@ -1,5 +1,7 @@
 """Results of paged attention and of appending against float64, over some of the sequences."""
 
+from collections.abc import Sequence
+
 import torch
 
 from benchmarks.harness.device import relative_error
@@ -15,6 +17,8 @@ _ROUNDING_GATES = {"bfloat16": 0.0, "float8_e4m3fn": 0.04, "float8_e5m2": 0.08, 
 
 # Queries of a prompt that are compared.
 _CHECKED_QUERIES = 64
+# Queries whose blocks are found together.
+_COUNTED_QUERIES = 1024
 
 
 def checked_queries(count: int) -> list[int]:
@@ -70,7 +74,7 @@ def exact_attention(case: PagedCase, arrays: Tensors, sequence: int) -> tuple[to
     position = length - tokens + torch.tensor(rows, device=query.device)
     seen = (torch.arange(length, device=query.device)[None, :] <= position[:, None])[:, None, :]
     if case.block_size is not None:
-        seen = seen & chosen_keys(case, arrays, sequence)
+        seen = seen & chosen_keys(case, arrays, sequence, rows)
     outputs, log_sums = [], []
     for head in range(case.shape.key_heads):
         heads = slice(head * group, (head + 1) * group)
@@ -101,15 +105,16 @@ def gathered(arrays: Tensors, name: str, sequence: int) -> torch.Tensor:
     return found.view(pages.dtype)
 
 
-def chosen_blocks(case: PagedCase, arrays: Tensors, sequence: int) -> torch.Tensor:
-    """Which blocks each query sees, its own included, bool [T, N, blocks]."""
+def chosen_blocks(case: PagedCase, arrays: Tensors, sequence: int, rows: Sequence[int]) -> torch.Tensor:
+    """Which blocks some queries see, their own included, bool [rows, N, blocks]."""
     assert case.block_size is not None and case.top_k is not None
-    query, means = arrays["query"][sequence].double(), arrays["centroids"][sequence].double()
+    all_queries = arrays["query"][sequence]
+    query, means = all_queries[list(rows)].double(), arrays["centroids"][sequence].double()
     group = case.shape.query_heads // case.shape.key_heads
     scores = torch.einsum("tnh,cnh->tnc", query, means.repeat_interleave(group, dim=1))
-    tokens, length = len(query), int(arrays["kv_lengths"][sequence])
+    tokens, length = len(all_queries), int(arrays["kv_lengths"][sequence])
     blocks = -(-length // case.block_size)
-    own = torch.arange(length - tokens, length, device=query.device) // case.block_size
+    own = (length - tokens + torch.tensor(rows, device=query.device)) // case.block_size
     scores = torch.nn.functional.pad(scores, (0, max(0, blocks - scores.shape[-1])), value=-torch.inf)[..., :blocks]
     is_past = torch.arange(blocks, device=query.device)[None, :] < own[:, None]
     scores = scores.masked_fill(~is_past[:, None], -torch.inf)
@@ -118,11 +123,11 @@ def chosen_blocks(case: PagedCase, arrays: Tensors, sequence: int) -> torch.Tens
     return seen.scatter_(-1, own[:, None, None].expand(*seen.shape[:2], 1), True)
 
 
-def chosen_keys(case: PagedCase, arrays: Tensors, sequence: int) -> torch.Tensor:
-    """Which keys each query's blocks hold, bool [T, N, length]."""
+def chosen_keys(case: PagedCase, arrays: Tensors, sequence: int, rows: Sequence[int]) -> torch.Tensor:
+    """Which keys the blocks of some queries hold, bool [rows, N, length]."""
     assert case.block_size is not None
     length = int(arrays["kv_lengths"][sequence])
-    return chosen_blocks(case, arrays, sequence).repeat_interleave(case.block_size, dim=-1)[..., :length]
+    return chosen_blocks(case, arrays, sequence, rows).repeat_interleave(case.block_size, dim=-1)[..., :length]
 
 
 def chosen_bytes(case: PagedCase, arrays: Tensors) -> int:
@@ -130,8 +135,13 @@ def chosen_bytes(case: PagedCase, arrays: Tensors) -> int:
     assert case.block_size is not None
     shape, total = case.shape, arrays["centroids"].nbytes
     for sequence in range(shape.batch):
-        seen = chosen_blocks(case, arrays, sequence)
-        by_head = seen.view(seen.shape[0], shape.key_heads, -1, seen.shape[-1]).any(2).any(0)
+        by_head = None
+        for first in range(0, case.query_tokens, _COUNTED_QUERIES):
+            rows = range(first, min(first + _COUNTED_QUERIES, case.query_tokens))
+            seen = chosen_blocks(case, arrays, sequence, rows)
+            found = seen.view(seen.shape[0], shape.key_heads, -1, seen.shape[-1]).any(2).any(0)
+            by_head = found if by_head is None else by_head | found
+        assert by_head is not None
         total += int(by_head.sum()) * case.block_size * 2 * shape.head_dim * CACHES[case.cache]
     return total
 

@@ -12,7 +12,7 @@ from benchmarks.harness.family import SPENT, Context, Entry, Family, Implementat
 from benchmarks.harness.records import PagedTiming
 from benchmarks.harness.roofs import matmul_rate
 from benchmarks.paged.arrays import Pool, Tensors, case_arrays, make_pool
-from benchmarks.paged.cases import SMOKE_CASES, PagedCase, by_pool, make_cases, select_groups
+from benchmarks.paged.cases import MOBA, SMOKE_CASES, PagedCase, by_pool, make_cases, select_groups
 from benchmarks.paged.check import check_append, check_attention, chosen_bytes
 from benchmarks.paged.programs import (
     BASELINES,
@@ -24,6 +24,7 @@ from benchmarks.paged.programs import (
     jax_cudnn_attention,
     jax_program,
     launch_steps,
+    moba_call,
     run_steps,
     sdpa_call,
 )
@@ -121,6 +122,8 @@ def _contiguous(name: str) -> Callable[[Context, PagedCase], Make]:
             arrays["key"], arrays["value"] = context.inputs.contiguous(case.shape)
             if name == JAX_CUDNN:
                 return _jax(context, case, arrays, jax_cudnn_attention)
+            if name == MOBA:
+                return _moba(context, case, arrays)
             operands = (SDPA_BACKENDS[name], arrays["query"], arrays["key"], arrays["value"])
             error = check_attention(case, arrays, sdpa_call(*operands))
             return Program(lambda: sdpa_call(*operands), columns={"relative_error": error})
@@ -130,12 +133,32 @@ def _contiguous(name: str) -> Callable[[Context, PagedCase], Make]:
     return begin
 
 
+def _moba(context: Context, case: PagedCase, arrays: Tensors) -> Program:
+    """Return calls of `moba_attention`, captured as the native launches are.
+
+    The check takes mean keys of the keys as they lie.
+    """
+    blocks, size = case.moba_problem().max_blocks, case.block_size
+    key = arrays["key"][:, : blocks * (size or 0)].float()
+    means = key.unflatten(1, (blocks, size or 0)).mean(2)
+    operands = case, arrays["query"], arrays["key"], arrays["value"]
+    error = check_attention(case, arrays | {"centroids": means}, moba_call(*operands))
+
+    def call() -> torch.Tensor:
+        return moba_call(*operands)
+
+    columns = {"relative_error": error}
+    if context.settings.device != "cuda":
+        return Program(call, columns=columns)
+    return Program(captured([call] * case.calls), case.calls, columns=columns, keep=operands)
+
+
 def _jax(context: Context, case: PagedCase, arrays: Tensors, attend: Callable[..., Any]) -> Program:
     on_gpu = context.settings.device == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
     views = {name: to_jax(array) for name, array in arrays.items()}
-    calls = (_JAX_CALLS if case.block_size is None else _JAX_MOBA_CALLS) if on_gpu else _CPU_CALLS
+    calls = (_JAX_MOBA_CALLS if case.group == "moba" else _JAX_CALLS) if on_gpu else _CPU_CALLS
     results, run = jax_program(attend, views, calls)
     output, log_sum = (None if result is None else to_torch(result) for result in results)
     assert output is not None
@@ -195,12 +218,15 @@ class Paged(Family):
         """Return the same kernels through JAX and attention without pages, for some cases."""
         found = []
         for case in cases:
-            if case.page_size == 64 and case.group in ("decode", "moba", "prompts"):
+            if case.page_size == 64 and case.group in ("decode", "moba", "prompts", "moba_prompts"):
                 found.append((case, Implementation(THROUGH_JAX, "jax", _through_jax)))
                 # Others have no causal mask that ends at the last of more keys than queries.
                 is_dense = case.query_tokens in (1, case.shape.kv_length)
                 if case.group != "moba" and case.cache == "bfloat16" and is_dense:
+                    is_moba = case.block_size is not None
                     for name in context.settings.baselines:
+                        if (name == MOBA) != is_moba:
+                            continue
                         framework = "jax" if name == JAX_CUDNN else "torch"
                         found.append((case, Implementation(name, framework, _contiguous(name))))
         return found

@@ -8,13 +8,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.programs import Chain, compile_program
 from benchmarks.paged.arrays import Tensors
-from benchmarks.paged.cases import PagedCase
+from benchmarks.paged.cases import MOBA, PagedCase
 
 type Launch = Callable[..., tuple[torch.Tensor, ...]]
 
 SDPA_BACKENDS = {"torch-fa2": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
 JAX_CUDNN = "jax-cudnn"
-BASELINES = (*SDPA_BACKENDS, JAX_CUDNN)
+BASELINES = (*SDPA_BACKENDS, JAX_CUDNN, MOBA)
 
 
 def launch_steps(case: PagedCase) -> Sequence[Any]:
@@ -54,6 +54,15 @@ def sdpa_call(backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value
             query, key, value, is_causal=is_causal, enable_gqa=True
         )
     return output.transpose(1, 2)
+
+
+def moba_call(case: PagedCase, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`moba_attention` of whole prompts to a contiguous cache [B, S, K, H]: mean keys, choice, lists and attention."""
+    from blockdiag.torch import moba_attention
+
+    assert case.block_size is not None and case.top_k is not None
+    with torch.no_grad():
+        return moba_attention(query, key, value, block_size=case.block_size, top_k=case.top_k)
 
 
 def jax_attention(case: PagedCase, implementation: str) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from benchmarks.harness.records import PagedTiming
 from benchmarks.harness.report import Verdict, quotient
-from benchmarks.paged.cases import CACHE_LABELS, DRAFT_LENGTHS, LATENT_DIM, LATENT_VALUE_DIM, PAGE_SIZES
+from benchmarks.paged.cases import CACHE_LABELS, DRAFT_LENGTHS, LATENT_DIM, LATENT_VALUE_DIM, MOBA, PAGE_SIZES
 
 # The same compiled kernels, launched natively and through `jax.jit`.
 NATIVE = "triton-torch"
@@ -23,6 +23,8 @@ MOBA_LIMIT = 15.0
 # where that has no such mask, by workload.
 PROMPT_OVER_DENSE, PROMPT_OVER_DENSE_PAGES_OF_1 = 1 / 0.93, 1 / 0.85
 PROMPT_LIMITS = {"b1_32k": 470.0, "b8_8k": 160.0}
+# Largest time of whole prompts with MoBA over that of `moba_attention` with contiguous keys.
+MOBA_PROMPT_OVER_CONTIGUOUS = 1.15
 # Latent caches: parts of the read bandwidth where memory decides, and TFLOP/s where products do.
 LATENT_BANDWIDTH, LATENT_TFLOPS = 0.85, 600.0
 
@@ -47,7 +49,20 @@ def judge_paged(rows: Sequence[PagedTiming]) -> list[Verdict]:
     verdicts += _judge_drafts(groups.get("speculative", []))
     verdicts += [Verdict(f"{row.case}: us", row.median_us, MOBA_LIMIT) for row in groups.get("moba", [])]
     verdicts += [Verdict(f"{row.case}: us", row.median_us, latent_limit(row)) for row in groups.get("latent", [])]
+    verdicts += _judge_moba_prompts(groups.get("moba_prompts", []), rows)
     return verdicts + _judge_prompts(groups.get("prompts", []), rows)
+
+
+def _judge_moba_prompts(mine: Iterable[PagedTiming], rows: Sequence[PagedTiming]) -> list[Verdict]:
+    """Times of whole prompts with a 16-bit cache over those of contiguous keys."""
+    contiguous = next((row.median_us for row in rows if row.implementation == MOBA), None)
+    return [
+        Verdict(
+            f"{row.case}: time over contiguous keys", quotient(row.median_us, contiguous), MOBA_PROMPT_OVER_CONTIGUOUS
+        )
+        for row in mine
+        if row.cache == "bfloat16" and row.query_tokens == row.kv_length
+    ]
 
 
 def latent_limit(row: PagedTiming) -> float:

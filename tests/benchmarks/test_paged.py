@@ -18,6 +18,7 @@ from benchmarks.paged.cases import (
     CACHES,
     DECODE_CACHES,
     GROUPS,
+    MOBA,
     SHAPES,
     PagedCase,
     PagedShape,
@@ -93,6 +94,12 @@ def test_products_of_prompts_are_those_that_a_causal_mask_leaves():
     assert work.flops == case.flops
 
 
+def test_products_of_prompts_with_moba_are_those_of_chosen_blocks():
+    case = PagedCase(group="moba_prompts", shape=SMALL, query_tokens=128, block_size=16, top_k=3)
+    # Queries of the first two blocks see 1 to 32 keys. Each later block sees 33 to 48.
+    assert case.flops == 4 * 2 * 4 * 16 * (32 * 33 / 2 + 6 * (33 + 48) * 16 / 2)
+
+
 def test_launch_steps_plan_every_case():
     pytest.importorskip("triton")
     from blockdiag.triton_kernels.launch.plan import Target
@@ -128,6 +135,15 @@ def test_merge_rows_replaces_only_rows_with_the_same_key(tmp_path):
     found = read_rows(tmp_path / "paged.csv", PagedTiming)
     assert len(found) == len(rows) + len(recorded_rows())
     assert found[0].median_us == 3.0 and found[1 : len(rows)] == rows[1:]
+
+
+def test_judge_paged_compares_whole_prompts_of_moba_with_contiguous_keys():
+    whole, wide, narrow, *chunks = cases_of("moba_prompts")
+    rows = [timing(whole, 7000.0), timing(wide, 9000.0), timing(narrow, 9e9), *(timing(case, 9e9) for case in chunks)]
+    rows.append(timing(wide, 7500.0, MOBA))
+    found = [(verdict.name, verdict.is_met) for verdict in judge_paged(rows)]
+    name = "b1_64k_bf16_p{}_t65536_block128_k8: time over contiguous keys"
+    assert found == [(name.format(16), True), (name.format(64), False)]
 
 
 def test_judge_paged_compares_rows_with_limits():
@@ -277,15 +293,19 @@ def interpreted(spec, *tensors):
 def settings_of(**options):
     defaults = {"rounds": 1, "batch_ms": 1e-9, "implementation": "xla", "device": "cpu", "launch": interpreted}
     return paged_family.PagedSettings(
-        deadline=time.monotonic() + 60, say=lambda line: None, **{"baselines": ("torch-fa2",), **defaults, **options}
+        deadline=time.monotonic() + 60,
+        say=lambda line: None,
+        **{"baselines": ("torch-fa2", MOBA), **defaults, **options},
     )
 
 
 def portable(monkeypatch):
     """Make launch plans portable, as the interpreter requires."""
+    from blockdiag.triton_kernels.moba_paged import plans as moba_paged
     from blockdiag.triton_kernels.paged import plans as paged
 
     monkeypatch.setattr(paged, "launches", functools.partial(paged.launches, is_portable=True))
+    monkeypatch.setattr(moba_paged, "steps", functools.partial(moba_paged.steps, is_portable=True))
 
 
 @pytest.mark.parametrize(
@@ -298,6 +318,7 @@ def portable(monkeypatch):
         PagedCase(group="append", shape=TINY, cache="int8", page_size=16, scales="token"),
         PagedCase(group="append", shape=TINY, cache="float8_e5m2", page_size=16, scales="head"),
         PagedCase(group="prompts", shape=TINY, query_tokens=64),
+        PagedCase(group="moba_prompts", shape=TINY, query_tokens=64, block_size=16, top_k=3),
     ],
     ids=lambda case: case.group,
 )
@@ -313,6 +334,9 @@ def test_native_launches_are_checked_and_timed(case, monkeypatch):
         assert set(found) == {NATIVE, THROUGH_JAX, "torch-fa2"}
         assert found[THROUGH_JAX].median_us > 0 and "programs of 2 calls" in found[THROUGH_JAX].note
         assert found["torch-fa2"].page_size is None and found["torch-fa2"].median_us > 0
+    if case.group == "moba_prompts":
+        assert set(found) == {NATIVE, THROUGH_JAX, MOBA}
+        assert found[MOBA].page_size is None and found[MOBA].note == ""
 
 
 def test_measure_times_nothing_when_the_check_fails(monkeypatch):
