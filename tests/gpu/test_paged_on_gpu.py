@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag import append_to_pages, moba_paged_attention, paged_attention
+from blockdiag import append_to_pages, moba_attention, moba_paged_attention, paged_attention
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
 from tests.ops.moba_paged.test_moba_paged import CASES as FEW_BLOCKS
 from tests.ops.moba_paged.test_moba_paged import MANY_BLOCKS
+from tests.ops.moba_paged.test_prompts import CASES as MOBA_PROMPTS
+from tests.ops.moba_paged.test_prompts import whole_prompt
 from tests.ops.paged_support import PagedCase, assert_accurate
 
 pytestmark = pytest.mark.gpu
@@ -159,3 +161,30 @@ def test_moba_paged_attention_is_accurate_and_repeatable(name):
     case.check(results)
     for one, other in zip(results, run(case.arguments), strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.parametrize("name", MOBA_PROMPTS)
+def test_moba_paged_attention_of_prompts_is_accurate_and_repeatable(name):
+    case = MOBA_PROMPTS[name]
+    options = dict(block_size=case.block_size, top_k=case.top_k, scale=case.paged.scale, return_residual=True)
+    run = jax.jit(lambda arguments: moba_paged_attention(**arguments, **options))
+    poison_free_memory()
+    results = run(case.arguments)
+    case.check_products(results)
+    poison_free_memory()
+    for one, other in zip(results, run(case.arguments), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, None])
+@pytest.mark.parametrize("first", [0, 5000])
+def test_moba_paged_attention_of_a_long_prompt_matches_moba_attention(page_size, first):
+    """Their mean keys are rounded differently, so few queries may choose other blocks."""
+    arguments, query, key, value = whole_prompt(8192, page_size)
+    options = dict(block_size=128, top_k=8, return_residual=True)
+    expected = moba_attention(query, key, value, **options)
+    chunk = arguments | {"query": query[:, first:]}
+    results = jax.jit(lambda chunk: moba_paged_attention(**chunk, **options))(chunk)
+    for one, other, tolerance in zip(results, expected, (2e-2, 1e-4), strict=True):
+        difference = np.abs(np.asarray(one, np.float32) - np.asarray(other[:, first:], np.float32))
+        assert np.mean(difference > tolerance) < 1e-3

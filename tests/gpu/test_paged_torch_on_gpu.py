@@ -26,7 +26,7 @@ from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory  # noqa: E40
 from tests.gpu.test_moba_torch_on_gpu import captured  # noqa: E402
 from tests.ops.append import test_append  # noqa: E402
 from tests.ops.append_support import assert_appended  # noqa: E402
-from tests.ops.moba_paged import test_moba_paged  # noqa: E402
+from tests.ops.moba_paged import test_moba_paged, test_prompts  # noqa: E402
 from tests.ops.paged_support import MIXED_CASES, PROMPT_CASES, PagedCase, assert_accurate  # noqa: E402
 from tests.torch import test_append as torch_append  # noqa: E402
 from tests.torch import test_moba_paged as torch_moba  # noqa: E402
@@ -396,6 +396,40 @@ def test_append_is_exact_in_place_and_equals_jax_bitwise(name):
 
 
 # --- MoBA over the cache ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", test_prompts.CASES)
+def test_moba_paged_attention_of_prompts_is_accurate_and_equals_jax_bitwise(name):
+    case = test_prompts.CASES[name]
+    arguments = torch_moba.arguments_of(case, GPU)
+    poison_free_memory()
+    native = moba_paged_attention(**arguments, return_residual=True)
+    case.check_products(as_arrays(native))
+    options = dict(block_size=case.block_size, top_k=case.top_k, scale=case.paged.scale, return_residual=True)
+    assert_same_bits(blockdiag.moba_paged_attention(**case.arguments, **options, implementation="triton"), native)
+    poison_free_memory()
+    assert_same_bits(moba_paged_attention(**arguments, return_residual=True), native)
+    assert_same_bits(OPERATORS.moba_paged_attention(*torch_moba.operator_arguments(arguments)), native)
+
+
+def test_cuda_graph_of_moba_prompts_reads_new_lengths_and_tables():
+    case = test_prompts.CASES["heads of 128, blocks of 128"]
+    arguments = torch_moba.arguments_of(case, GPU)
+
+    def run():
+        return moba_paged_attention(**arguments, return_residual=True)
+
+    graph, results = captured(run)
+    for changes in ({"kv_lengths": [640, 65, 127], "query_lengths": [300, 65, 1]}, {"kv_lengths": [0, 299, 128]}):
+        for name, numbers in changes.items():
+            arguments[name].copy_(torch.tensor(numbers, dtype=torch.int32))
+        arguments["key_centroids"].nan_to_num_(0.0)
+        for pages in ("key_pages", "value_pages"):
+            arguments[pages].nan_to_num_(0.0)
+        arguments["page_table"].copy_(arguments["page_table"].flip(1))
+        graph.replay()
+        found = [x.clone() for x in results]
+        assert_same_bits(found, run())
 
 
 @pytest.mark.parametrize("name", [name for name in test_moba_paged.CASES if name != "float64"])

@@ -318,8 +318,10 @@ def _append_torch() -> Iterator[Call]:
 
 def _moba_paged_cases() -> dict[str, Any]:
     from tests.ops.moba_paged.test_moba_paged import CASES, MANY_BLOCKS
+    from tests.ops.moba_paged.test_prompts import CASES as PROMPTS
 
-    return {name: case for name, case in CASES.items() if name != "float64"} | {"many blocks": MANY_BLOCKS}
+    cases = {name: case for name, case in CASES.items() if name != "float64"} | {"many blocks": MANY_BLOCKS}
+    return cases | {f"prompts, {name}": case for name, case in PROMPTS.items()}
 
 
 def _moba_paged() -> Iterator[Call]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,32 @@ def whole_sequences(dtype: str):
     results = moba_attention(query, key, value, **options, implementation="reference")
     centroids = key[:, :192].astype(jnp.float32).reshape(2, 12, 16, 2, 16).mean(axis=2)
     return query, dict(key_pages=key, value_pages=value, page_table=None, key_centroids=centroids), results
+
+
+def whole_prompt(tokens: int, page_size: int | None) -> tuple[dict[str, Any], jax.Array, jax.Array, jax.Array]:
+    """Return the cache of one sequence in bfloat16, and its queries, keys and values [1, T, 8 or 2, 128]."""
+    generator = np.random.default_rng(4)
+    query, key, value = (
+        jnp.asarray(generator.normal(size=(1, tokens, heads, 128)), jnp.bfloat16) for heads in (8, 2, 2)
+    )
+    means = key.astype(jnp.float32).reshape(1, tokens // 128, 128, 2, 128).mean(axis=2)
+    cache = dict(kv_lengths=jnp.asarray([tokens], jnp.int32), key_centroids=means)
+    if page_size is None:
+        return cache | dict(key_pages=key, value_pages=value, page_table=None), query, key, value
+    order = generator.permutation(tokens // page_size).astype(np.int32)
+    pages = (x.reshape(-1, page_size, 2, 128)[np.argsort(order)] for x in (key, value))
+    cache |= dict(zip(("key_pages", "value_pages"), pages, strict=True))
+    return cache | dict(page_table=jnp.asarray(order[None])), query, key, value
+
+
+@pytest.mark.parametrize("page_size", [16, None])
+def test_whole_prompt_has_the_keys_of_its_pages(page_size):
+    """The long prompts of the tests on a GPU, in small."""
+    arguments, query, key, value = whole_prompt(256, page_size)
+    options = dict(block_size=128, top_k=2, implementation="xla")
+    results = moba_paged_attention(query=query, **arguments, **options)
+    expected = moba_attention(query, key, value, **options)
+    np.testing.assert_allclose(np.asarray(results, np.float32), np.asarray(expected, np.float32), atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

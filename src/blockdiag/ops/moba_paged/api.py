@@ -1,4 +1,4 @@
-"""MoBA over a paged cache, where few queries read only the blocks they choose: the public function and its batching."""
+"""MoBA over a paged cache, where queries read only the blocks they choose: the public function and its batching."""
 
 import dataclasses
 import functools
@@ -79,9 +79,9 @@ def moba_paged_attention(
     implementation: str | Sequence[str] | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Compute mixture of block attention of the last few queries of each sequence to a paged cache.
+    """Compute mixture of block attention of the last queries of each sequence to a paged cache.
 
-    The result is that of `moba_attention` for the last rows of each sequence. The keys and values come from a cache as
+    The queries are one new token of each sequence, a draft, a whole prompt or a chunk of one. The result is that of `moba_attention` for the last rows of each sequence. The keys and values come from a cache as
     in `paged_attention`, and the mean keys of complete blocks are stored beside it. A query at position p sees the keys
     up to p of its own block, p // block_size. It also sees all of `top_k - 1` earlier blocks: those whose mean keys
     have the largest dot products with the query. Ties go to the later block. Only the chosen blocks are read.
@@ -89,7 +89,8 @@ def moba_paged_attention(
     Query head n attends to key head n // (N // K), and each query head chooses its own blocks. Dot products with mean
     keys, softmax and sums are float32 (float64 for float64 queries). The output is rounded once. Results are bitwise
     repeatable. Scale arguments do not affect the choice: mean keys already include the key scale, and a positive query
-    scale does not change the order. A block whose dot product is NaN is never chosen.
+    scale does not change the order. A block whose dot product is NaN is never chosen. For 64 queries or more the Triton
+    kernels never choose a block whose mean key is infinite, either.
 
     Keys and values beyond the lengths, pages that no sequence uses, unused entries of the table and mean keys of
     incomplete blocks may hold anything, even NaN. They never reach a result. A sequence without keys gives the output 0
@@ -101,8 +102,8 @@ def moba_paged_attention(
     contiguous cache over both. Each device then computes its own part without communication.
 
     Args:
-        query: [B, T, N, H], a few queries (T) per sequence. float16, bfloat16, float32, float64, float8_e4m3fn or
-            float8_e5m2.
+        query: [B, T, N, H], T queries per sequence. float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
+            Where T is 64 or more and H is V, the Triton kernels read each block once for all queries that chose it.
         key_pages, value_pages, page_table, kv_lengths, query_lengths: the cache and its lengths, see `paged_attention`.
         key_centroids: float32 [B, max_blocks, K, H], the mean key of each complete block of each sequence. For up to S
             keys per sequence, `max_blocks` is at least (S - 1) // block_size, since the last block needs no mean key.

@@ -85,7 +85,7 @@ def moba_paged_attention(
     via: Literal["jax"] | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Attend from the last few queries of each sequence to a paged KV cache, by mixture of block attention.
+    """Attend from the last queries of each sequence to a paged KV cache, by mixture of block attention.
 
     This is the PyTorch version of `blockdiag.moba_paged_attention`, with the same arguments and meaning. On CUDA it
     launches the same Triton kernels on the current stream, without JAX, and never waits for the device. A CUDA graph
@@ -95,7 +95,8 @@ def moba_paged_attention(
     This function is for inference: a derivative raises a TypeError. DTensors work as in `paged_attention`.
 
     Args:
-        query: [B, T, N, H], T queries of each sequence, T small; see `paged_attention` for dtypes and devices.
+        query: [B, T, N, H], T queries of each sequence, from one to whole prompts; see `paged_attention` for dtypes and
+            devices.
         key_pages, value_pages, page_table, kv_lengths, query_lengths: the cache and its lengths, see `paged_attention`.
         key_centroids: float32 [B, max_blocks, K, H], contiguous, the mean key of each complete block of each sequence.
             max_blocks is at least (S - 1) // block_size, for S keys that a sequence may have. `append_to_pages` updates
