@@ -30,6 +30,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 OURS = "triton"
 # The same compiled kernels, launched from torch.
 NATIVE = "triton-torch"
+# The name of `benchmarks.paged.cases.MOBA`.
+MOBA_CONTIGUOUS = "moba-contiguous"
 # Column heading: the implementations; the column shows the fastest one that ran.
 BASELINES = {
     "FlashAttention 2": ("torch-fa2",),
@@ -340,12 +342,17 @@ def _drafts(rows: Iterable[PagedTiming]) -> list[str]:
 
 
 def _other_calls(rows: Iterable[PagedTiming]) -> list[str]:
-    """The table of decoding with MoBA, and of appending to the cache."""
+    """The table of decoding and prompts with MoBA, and of appending to the cache."""
     rows = list(rows)
     cells = [
         [f"MoBA, blocks of 128, `top_k=8`, {row.kv_length:,} keys", row.cache, str(row.page_size), _microseconds(row)]
         for row in _of_group(rows, "moba")
     ]
+    for row in rows:
+        if row.group == "moba_prompts" and row.implementation in (NATIVE, MOBA_CONTIGUOUS):
+            name = f"MoBA, blocks of 128, `top_k=8`, {row.query_tokens:,} new tokens of {row.kv_length:,}"
+            page_size = "`moba_attention`, contiguous" if row.page_size is None else str(row.page_size)
+            cells.append([name, row.cache, page_size, _microseconds(row)])
     scales = {"none": "", "head": ", scales given", "token": ", scales of each token"}
     cells += [
         [

@@ -81,16 +81,18 @@ def moba_paged_attention(
 ) -> Any:
     """Compute mixture of block attention of the last queries of each sequence to a paged cache.
 
-    The queries are one new token of each sequence, a draft, a whole prompt or a chunk of one. The result is that of `moba_attention` for the last rows of each sequence. The keys and values come from a cache as
-    in `paged_attention`, and the mean keys of complete blocks are stored beside it. A query at position p sees the keys
-    up to p of its own block, p // block_size. It also sees all of `top_k - 1` earlier blocks: those whose mean keys
-    have the largest dot products with the query. Ties go to the later block. Only the chosen blocks are read.
+    The queries are one new token of each sequence, a draft, a whole prompt or a chunk of one. The result is that of
+    `moba_attention` for the last rows of each sequence. The keys and values come from a cache as in `paged_attention`,
+    and the mean keys of complete blocks are stored beside it. A query at position p sees the keys up to p of its own
+    block, p // block_size. It also sees all of `top_k - 1` earlier blocks: those whose mean keys have the largest dot
+    products with the query. Ties go to the later block. Only the chosen blocks are read.
 
     Query head n attends to key head n // (N // K), and each query head chooses its own blocks. Dot products with mean
-    keys, softmax and sums are float32 (float64 for float64 queries). The output is rounded once. Results are bitwise
-    repeatable. Scale arguments do not affect the choice: mean keys already include the key scale, and a positive query
-    scale does not change the order. A block whose dot product is NaN is never chosen. For 64 queries or more the Triton
-    kernels never choose a block whose mean key is infinite, either.
+    keys, softmax and sums are float32 (float64 for float64 queries). The output is rounded once; with 64 queries or
+    more of 16 or 8 bits, the Triton kernels also round weights and each block's result, as those of `moba_attention`
+    do. Results are bitwise repeatable. Scale arguments do not affect the choice: mean keys already include the key
+    scale, and a positive query scale does not change the order. A block whose dot product is NaN is never chosen. With
+    64 queries or more, the Triton kernels may pass over a block whose mean key is infinite, too.
 
     Keys and values beyond the lengths, pages that no sequence uses, unused entries of the table and mean keys of
     incomplete blocks may hold anything, even NaN. They never reach a result. A sequence without keys gives the output 0
