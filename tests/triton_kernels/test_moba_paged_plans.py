@@ -1,6 +1,7 @@
 """Every launch plan of MoBA over a paged cache, compiled for architectures without their GPUs."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -129,6 +130,14 @@ def test_prompts_use_the_kernels_of_moba_for_hopper():
     names = [launch.name for launch in steps(PROMPTS["e4m3, queries too, scales of tokens, contiguous"])]
     assert names[:3] == ["moba_paged_tables", "moba_paged_widen", "moba_halves"]
     assert "moba_halves" not in [launch.name for launch in steps(PROMPTS["float32"])]
+
+
+def test_counters_of_large_caches_are_bounded():
+    """A cache with room for 8,192 blocks of each of 64 sequences, and 64 queries of each."""
+    problem = prompt(batch=64, query_tokens=64, num_pages=4096, max_pages=16384, page_size=64)
+    (count,) = [launch for launch in steps(problem) if launch.name == "moba_count"]
+    counters, _ = count.outputs
+    assert math.prod(counters.shape) <= 2**28 and counters.shape[1] < PROMPTS["bfloat16"].paged.query_tokens // 256
 
 
 def test_reset_of_many_counters_is_a_loop():

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from blockdiag import moba_attention, moba_paged_attention
+from blockdiag.interop import EXPORT_DISABLED_CHECKS, compile_target
 from blockdiag.ops.moba_paged import xla as xla_moba_paged
 from blockdiag.ops.moba_paged.checks import describe_moba_paged_call
 from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
@@ -279,6 +281,44 @@ def test_vmap_matches_single_calls():
         expected = case.attend("triton", **{name: x[i] for name, x in pairs.items()})
         for one, other in zip(results, expected, strict=True):
             np.testing.assert_array_equal(np.asarray(one[i], np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.parametrize("spec", [P("rows"), P(None, None, "rows")], ids=["sequences", "heads"])
+def test_results_of_divided_calls_match_one_device(spec):
+    """Heads of queries, keys and mean keys are sharded together; caches are contiguous."""
+    query, cache, _ = whole_sequences("bfloat16")
+    arrays = dict(query=query, **{name: x for name, x in cache.items() if x is not None})
+
+    def call(arrays):
+        return moba_paged_attention(
+            **arrays, page_table=None, kv_lengths=jnp.full(len(arrays["query"]), 203, jnp.int32), block_size=16,
+            top_k=3, implementation="triton", return_residual=True,
+        )  # fmt: skip
+
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    divided = jax.shard_map(call, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    results, expected = jax.jit(divided)(arrays), jax.jit(call)(arrays)
+    np.testing.assert_allclose(np.asarray(results[0], np.float32), np.asarray(expected[0], np.float32), atol=1e-2)
+    np.testing.assert_allclose(results[1], expected[1], rtol=1e-6, atol=1e-6)
+
+
+def test_program_for_cuda_has_the_launches_of_a_prompt():
+    """The default implementation, exported for a GPU that is not there."""
+    pages, lengths = jax.ShapeDtypeStruct((64, 16, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)
+    arrays = dict(
+        query=jax.ShapeDtypeStruct((1, 512, 4, 128), jnp.bfloat16),
+        key_pages=pages,
+        value_pages=pages,
+        page_table=jax.ShapeDtypeStruct((1, 64), jnp.int32),
+        kv_lengths=lengths,
+        query_lengths=lengths,
+        key_centroids=jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.float32),
+    )
+    call = jax.jit(lambda arrays: moba_paged_attention(**arrays, block_size=128, top_k=3))
+    with compile_target(90):
+        exported = jax.export.export(call, platforms=["cuda"], disabled_checks=EXPORT_DISABLED_CHECKS)(arrays)
+    # Tables, halves, choice, four launches of lists, items, attention and merge.
+    assert exported.mlir_module().count("@triton_kernel_call") == 10
 
 
 def test_prompts_begin_at_a_number_of_queries():
