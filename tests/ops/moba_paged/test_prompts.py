@@ -51,6 +51,9 @@ CASES = {
             CHUNKS, page_size=3, cache_dtype="float8_e4m3fn", key_scale="token", value_scale="token"
         )
     ),
+    "int8, scales of tokens": MoBAPagedCase(
+        paged=dataclasses.replace(CHUNKS, cache_dtype="int8", key_scale="token", value_scale="token")
+    ),
     "e5m2, scales of heads": MoBAPagedCase(
         paged=dataclasses.replace(
             CHUNKS, page_size=None, dtype="float16", cache_dtype="float8_e5m2", score_scale=True, value_scale="head"
