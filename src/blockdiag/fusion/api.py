@@ -31,6 +31,7 @@ from blockdiag.fusion.passes.simplify import plain
 from blockdiag.fusion.passes.sink_slices import taken_apart
 from blockdiag.fusion.passes.squared_distances import with_products
 from blockdiag.fusion.passes.table_lookups import read_rows, reads_rows
+from blockdiag.fusion.passes.widen_operands import with_wide_operands
 from blockdiag.fusion.regions.axis_labels import place_of, producers_of
 from blockdiag.fusion.regions.diagnosis import diagnosis, softmax_in
 from blockdiag.fusion.regions.log_sum_exps import Wanted, in_order
@@ -170,7 +171,10 @@ def _bind_outside(equation: core.JaxprEqn, given: list[Any]) -> list[Any]:
     return [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
 
 
-_REWRITES = (plain, with_chosen, with_factors_inside, respelled, taken_apart, with_sources, with_sums, with_merged_keys)
+_REWRITES = (
+    plain, with_chosen, with_wide_operands, with_factors_inside, respelled, taken_apart, with_sources, with_sums,
+    with_merged_keys,
+)  # fmt: skip
 """The passes, in the order in which they run; each returns None if it changes nothing."""
 
 

@@ -16,6 +16,7 @@ from blockdiag.fusion.frontend.trace import aval_of, bind, has_effects, loop_wit
 from blockdiag.fusion.ir.structural_hash import shared
 from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import WITH_FEATURES, NotFusible, Region, nodes_of
+from blockdiag.fusion.lowering.eight_bit import is_eight_bit
 from blockdiag.fusion.lowering.tile_program import leaf_array, value_columns
 from blockdiag.fusion.regions.axis_labels import MOVES, place_of, producers_of
 from blockdiag.fusion.regions.guards import CASTS
@@ -110,6 +111,8 @@ class RegionReport:
         divided: the batch axes that devices of a mesh may divide. Each device has all of the other axes.
         summed: the arrays whose gradients are then summed over devices, because they lack some of these axes.
         shared: how devices share the tokens, in words; None without `context_parallel`.
+        eight_bit: the forward products of eight-bit operands, with their dtype. GPUs before compute capability 8.9
+            compute them with 16 bits, and so do gradients.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -137,6 +140,7 @@ class RegionReport:
     divided: tuple[str, ...]
     summed: tuple[SummedGradient, ...]
     shared: str | None = None
+    eight_bit: tuple[str, ...] = ()
 
     @functools.cached_property
     def live(self) -> np.ndarray | None:
@@ -181,6 +185,9 @@ class RegionReport:
         lines.append(f"tiles of {self.tile[0]} queries by {self.tile[1]} keys, {self.skipped:.0%} skipped")
         lines.append(f"forward: {self.flops / 1e9:.4g} GFLOP of products, {self.read_bytes / 1e6:.4g} MB read")
         lines.append(f"kernels: {', '.join(self.kernels) or self.declined}")
+        if self.eight_bit:
+            where = "16-bit before compute capability 8.9 and for gradients"
+            lines.append(f"eight-bit products: {', '.join(self.eight_bit)}; {where}")
         lines.append(f"devices: {self._division()}")
         return "\n".join(lines)
 
@@ -379,7 +386,17 @@ def _report(region: Region, known: Mapping[Any, Any], sharing: Sharing | None) -
         divided=tuple(label for label in region.batch if region.sizes[label] > 1),
         summed=tuple(_summed(region)),
         shared=None if sharing is None else choose(sharing, region, _types(region)).described(sharing),
+        eight_bit=() if declined else tuple(_eight_bit_products(region)),
     )
+
+
+def _eight_bit_products(region: Region) -> Iterator[str]:
+    """Yield the products of eight-bit operands, each with its dtype."""
+    products = [x for x in nodes_of(region.score, region.weight) if x.kind == "product"]
+    dtypes = {x.leaf.source.dtype for product in products for x in product.inputs if x.leaf is not None}
+    yield from (f"query x key: {x}" for x in sorted(map(str, filter(is_eight_bit, dtypes))))
+    if is_eight_bit(region.value.dtype):
+        yield f"weights x value: {region.value.dtype}"
 
 
 def _types(region: Region) -> list[Any]:

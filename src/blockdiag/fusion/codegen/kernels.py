@@ -28,6 +28,8 @@ from blockdiag.fusion.ir.factors import NO_KEY, has_keys, scores_of
 from blockdiag.fusion.ir.layout import Layout, flat_stride, layout_of, shape_of
 from blockdiag.fusion.ir.tile import Kind, Tile
 from blockdiag.fusion.ir.tree import DISTANCE, WITHOUT_KEYS, Dim, Leaf, Node, Region, nodes_of
+from blockdiag.fusion.ir.tree import Source as ArraySource
+from blockdiag.fusion.lowering.eight_bit import is_eight_bit, weight_unit
 from blockdiag.fusion.lowering.tile_program import tile_function, value_columns, value_labels
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
@@ -134,9 +136,9 @@ class Writer:
     def tile_shape(self, leaf: Leaf) -> tuple[int, int]:
         match leaf.role:
             case "query":
-                return self.tile.rows, next_power_of_2(max(16, self.features(leaf)[0]))
+                return self.tile.rows, self._padded(leaf)
             case "key":
-                return self.tile.columns, next_power_of_2(max(16, self.features(leaf)[0]))
+                return self.tile.columns, self._padded(leaf)
             case "feature":
                 return 1, next_power_of_2(max(16, self.features(leaf)[0]))
             case "row":
@@ -146,6 +148,10 @@ class Writer:
             case "score" | "distance":
                 return self.turned(self.tile.rows, self.tile.columns)
         return 1, 1
+
+    def _padded(self, leaf: Leaf) -> int:
+        """Return the number of features of a leaf's tile: a power of two, at least the least that a product sums."""
+        return next_power_of_2(max(32 if is_eight_bit(leaf.source.dtype) else 16, self.features(leaf)[0]))
 
     def turned(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the shape of a score tile, transposed if tiles are flipped."""
@@ -249,7 +255,7 @@ class Writer:
                 masks = []
                 masks += [f"(tl.arange(0, {shape[1]}) < {count})[None, :]"] if shape[1] != count else []
                 at = f"{self.times(line + '[:, None]', label, layout)} + tl.arange(0, {shape[1]})[None, :] * {stride}"
-                self.emit(f"{name} = tl.load(p_{name} + {base} + {at}{self.masked(masks)})")
+                self.emit(f"{name} = tl.load(p_{name} + {base} + {at}{self.masked(masks, leaf.source)})")
                 return Value(name, shape, is_read=True, feature=self._feature(place))
             case "feature":
                 return Value(name, shape, is_read=True, feature=self._feature(place))
@@ -287,9 +293,11 @@ class Writer:
         return lambda feature: f"tl.load({at} + {feature} * {stride}){widening(leaf)}"
 
     @staticmethod
-    def masked(masks: Sequence[str]) -> str:
-        """Return the mask arguments of a load."""
-        return f", mask={' & '.join(masks)}, other=0" if masks else ""
+    def masked(masks: Sequence[str], source: ArraySource | None = None) -> str:
+        """Return the mask arguments of a load; `source` is needed if its elements may have eight bits."""
+        # Triton does not convert integers to eight-bit floats.
+        zero = "0.0" if source is not None and is_eight_bit(source.dtype) else "0"
+        return f", mask={' & '.join(masks)}, other={zero}" if masks else ""
 
     def read_value(self, name: str = "value") -> None:
         """Print the load of a value tile, [keys of the tile, value columns]."""
@@ -297,7 +305,8 @@ class Writer:
         stride = flat_stride(layout, value_columns(self.region), self.sizes)
         at = f"{self.times('r_k[:, None]', 'k', layout)} + tl.arange(0, {self.wide})[None, :] * {stride}"
         masks = [f"(tl.arange(0, {self.wide}) < {self.columns})[None, :]"] if self.wide != self.columns else []
-        self.emit(f"{name} = tl.load(p_value + {layout.base(value_labels(self.region))} + {at}{self.masked(masks)})")
+        base = layout.base(value_labels(self.region))
+        self.emit(f"{name} = tl.load(p_value + {base} + {at}{self.masked(masks, self.region.value)})")
 
     def result_layout(self) -> tuple[Layout, int]:
         """Return the layout of the result and of its cotangent, and the stride of its columns."""
@@ -450,12 +459,13 @@ def forward_source(region: Region, tile: Tile, lists: Lists | None = None) -> So
 
     writer.through(lists, body)
     place, masks = writer.result_place()
+    unit = weight_unit(region)
     if region.score is not None:
         emit(f"largest *= {writer.factor * LOG2_E}")
         rest = [before.get(i, Value("0", writer.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
         _add_extras(writer, rest)
         emit("is_empty = total == 0  # rows that see no key are 0")
-        emit("norm = tl.where(is_empty, 0.0, 1.0 / total)")
+        emit(f"norm = tl.where(is_empty, 0.0, {1.0 / unit!r} / total)")
         emit("output *= norm[:, None]")
         if weight_of_rows is not None:
             (weight,) = writer.evaluate([weight_of_rows], rest, "w")
@@ -502,6 +512,12 @@ def _add_tile(writer: Writer, score: Value | None, weight: Value | None, masks: 
         if masks:
             emit(f"power = tl.where({masks[0]}, power, 0.0)")
     writer.read_value()
+    if is_eight_bit(writer.region.value.dtype):
+        unit = weight_unit(writer.region)
+        weights = "power" if unit == 1.0 else f"(power * {unit})"
+        emit("# The tensor cores of Hopper keep about 14 bits of their sums, so each tile's sums are added in float32.")
+        emit(f"output = tl.dot({weights}.to(value.dtype), value, output, max_num_imprecise_acc={writer.tile.columns})")
+        return
     emit(f'output = tl.dot(power.to(value.dtype), value, output, input_precision="{writer.precision}")')
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from blockdiag.fusion.ir.tile import Kind, Tile
 from blockdiag.fusion.ir.tree import Region, nodes_of
+from blockdiag.fusion.lowering.eight_bit import is_eight_bit
 from blockdiag.fusion.lowering.tile_program import value_columns
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
@@ -86,12 +87,16 @@ def config_of(region: Region, kind: Kind) -> Config:
 def _fitting(region: Region, rows: int, columns: int) -> Tile:
     """Return a tile that is no larger than the padded score matrix."""
     size = {axis: max(16, next_power_of_2(region.sizes[axis])) for axis in ("q", "k")}
+    if is_eight_bit(region.value.dtype):
+        # Products of eight-bit operands sum at least 32 elements.
+        size["k"] = max(32, size["k"])
     return Tile(min(rows, size["q"]), min(columns, size["k"]))
 
 
 def shared_bytes(region: Region, kind: Kind, config: Config) -> tuple[int, int]:
     """Return estimates of a kernel's shared memory in bytes: the fixed part, and the part per stage."""
-    width = region.value.dtype.itemsize
+    # Arrays of eight bits count as if they had 16, because other operands may have these.
+    width = max(2, region.value.dtype.itemsize)
     features = sum(_padded(region, leaf.features) for leaf in region.leaves if leaf.role == "query")
     keys = sum(_padded(region, leaf.features) for leaf in region.leaves if leaf.role == "key")
     values = _padded(region, value_columns(region))

@@ -22,6 +22,7 @@ from blockdiag.fusion.codegen.resident_sides import Side
 from blockdiag.fusion.codegen.streamed_forward import streamed_kernel
 from blockdiag.fusion.ir.tile import Kind, Tile
 from blockdiag.fusion.ir.tree import FEATURES, Region
+from blockdiag.fusion.lowering.eight_bit import widened, widened_arrays
 from blockdiag.fusion.lowering.one_pass_schedule import is_fast, one_pass
 from blockdiag.fusion.lowering.resident_schedule import CHUNK
 from blockdiag.fusion.lowering.streamed_schedule import streamed_tile
@@ -227,6 +228,8 @@ def _flops(region: Region, kind: Kind, tile: Tile, live: Live | None) -> float:
 def kernels(region: Region) -> list[Kernel]:
     """Return all kernels that a region may launch, forward first; lists of live tiles are shapes only.
 
+    Forward kernels are those of GPUs with eight-bit products, and backward kernels those of the widened region.
+
     Raises:
         NotPrintable: Triton lacks an operation that the region needs.
     """
@@ -239,12 +242,15 @@ def kernels(region: Region) -> list[Kernel]:
 def _kernels(region: Region) -> tuple[Kernel, ...] | str:
     """Return all kernels of a region, or the reason why there are none."""
     inner, change = arranged(region)
+    wide, wide_change = arranged(widened(region))
     found: list[Kernel] = []
 
     def collect(leaves: Sequence[Any], value: Any) -> None:
         arrays = arrays_by_name(change, leaves, value)
-        leading = (hopper_kernels(inner, arrays, has_sum=has_sum) for has_sum in (False, True))
-        every = [forward_kernel(inner, arrays), *backward_kernels(inner, arrays)]
+        *wide_leaves, wide_value = widened_arrays(region, (*leaves, value))
+        wide_arrays = arrays if wide is inner else arrays_by_name(wide_change, wide_leaves, wide_value)
+        leading = (hopper_kernels(wide, wide_arrays, has_sum=has_sum) for has_sum in (False, True))
+        every = [forward_kernel(inner, arrays), *backward_kernels(wide, wide_arrays)]
         every += [found[0] for found in leading if found is not None]
         own = own_forward_kernel(inner, arrays)
         every += [] if own is None else [own]

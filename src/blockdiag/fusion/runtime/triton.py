@@ -7,9 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from blockdiag.common.dtype_table import KERNEL_FLOATS
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, KERNEL_FLOATS
 from blockdiag.fusion.codegen.expressions import NotPrintable
 from blockdiag.fusion.ir.tree import Region, nodes_of
+from blockdiag.fusion.lowering.eight_bit import has_eight_bits, multiplies_eight_bits, widened, widened_arrays
 from blockdiag.fusion.lowering.tile_configs import widest
 from blockdiag.fusion.lowering.tile_program import (
     canonical_result,
@@ -63,27 +64,47 @@ def supports(region: Region) -> str | None:
 
 def _declined_dtype(region: Region) -> str | None:
     """Return which operands of a product have unsupported dtypes, in words; None if all are supported."""
-    if region.value.dtype.name not in KERNEL_FLOATS:
-        return f"the Triton kernels take values of {', '.join(KERNEL_FLOATS)}, got {region.value.dtype}"
+    allowed = (*KERNEL_FLOATS, *EIGHT_BIT_FLOATS)
+    if region.value.dtype.name not in allowed:
+        return f"the Triton kernels take values of {', '.join(allowed)}, got {region.value.dtype}"
     for node in nodes_of(region.score, region.weight, *region.extras):
         if node.kind == "product":
             names = sorted({x.leaf.source.dtype.name for x in node.inputs if x.leaf is not None})
-            if len(names) > 1 or names[0] not in (*KERNEL_FLOATS, "int8"):
+            if len(names) > 1 or names[0] not in (*allowed, "int8"):
                 given = " and ".join(names)
-                allowed = f"{', '.join(KERNEL_FLOATS)} or int8"
-                return f"the Triton kernels multiply two arrays of the same dtype, {allowed}, got {given}"
+                listed = f"{', '.join(allowed)} or int8"
+                return f"the Triton kernels multiply two arrays of the same dtype, {listed}, got {given}"
     return None
 
 
 def forward(region: Region, leaves: Sequence[Any], value: Any, *, interpret: bool = False) -> tuple[Any, Any]:
     """Return the result, with the axes of the product that it replaces, and the log-sum-exp [batch.., q]."""
     operands = (*leaves, value)
-    if interpret or not may_have_own_forward(arranged(region)[0]):
-        output, log_sum = _results(region, None, *operands, interpret=interpret)
-    else:
+    if interpret:
+        output, log_sum = _results(region, None, *operands, interpret=True)
+    elif has_eight_bits(region):
+        chosen = (functools.partial(f, region) for f in (_eight_bit_results, _widened_results))
+        output, log_sum = by_target(multiplies_eight_bits, *chosen, *operands)
+    elif may_have_own_forward(arranged(region)[0]):
         chosen = (functools.partial(_results, region, where) for where in (_is_hopper, _is_not_hopper))
         output, log_sum = by_target(_is_hopper, *chosen, *operands)
+    else:
+        output, log_sum = _results(region, None, *operands)
     return output, log_sum
+
+
+def _eight_bit_results(region: Region, *operands: Any) -> list[Any]:
+    """Return the results on GPUs with eight-bit products."""
+    if not may_have_own_forward(arranged(region)[0]):
+        return _results(region, multiplies_eight_bits, *operands)
+    chosen = (functools.partial(_results, region, where) for where in (_is_hopper, _is_eight_bit_but_not_hopper))
+    return by_target(_is_hopper, *chosen, *operands)
+
+
+def _widened_results(region: Region, *operands: Any) -> list[Any]:
+    """Return the results on GPUs without eight-bit products."""
+    output, log_sum = _results(widened(region), _lacks_eight_bits, *widened_arrays(region, operands))
+    return [output.astype(region.dtype), log_sum]
 
 
 def _results(
@@ -117,6 +138,13 @@ def backward(
     interpret: bool = False,
 ) -> tuple[list[Any], Any]:
     """Return the gradients of the leaves, None for a leaf without one, and the gradient of the values."""
+    if has_eight_bits(region):
+        *wide_leaves, wide_value = widened_arrays(region, (*leaves, value))
+        saved = (output, log_sum, cotangent, log_sum_cotangent)
+        grads, value_grad = backward(widened(region), wide_leaves, wide_value, *saved, interpret=interpret)
+        dtypes = [leaf.gradient_dtype for leaf in region.leaves]
+        grads = [None if x is None else x.astype(dtype) for x, dtype in zip(grads, dtypes, strict=True)]
+        return grads, value_grad.astype(region.value_gradient_dtype)
     has_sum = log_sum_cotangent is not None
     operands = (*leaves, value, output, log_sum, cotangent, *([log_sum_cotangent] if has_sum else []))
     inner, _ = arranged(region)
@@ -137,6 +165,14 @@ def _is_hopper(target: Target) -> bool:
 
 def _is_not_hopper(target: Target) -> bool:
     return not _is_hopper(target)
+
+
+def _lacks_eight_bits(target: Target) -> bool:
+    return not multiplies_eight_bits(target)
+
+
+def _is_eight_bit_but_not_hopper(target: Target) -> bool:
+    return multiplies_eight_bits(target) and not _is_hopper(target)
 
 
 def _gradients(

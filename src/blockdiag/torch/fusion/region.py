@@ -14,6 +14,7 @@ from jax.extend import core
 from blockdiag.fusion.codegen.delta import delta_source
 from blockdiag.fusion.codegen.kernels import Output, Source
 from blockdiag.fusion.ir.tree import DISTANCE, Dim, Region
+from blockdiag.fusion.lowering.eight_bit import has_eight_bits, widened, widened_arrays
 from blockdiag.fusion.lowering.tile_program import canonical_result, result_array
 from blockdiag.fusion.runtime.arrange import arranged, arrays_by_name
 from blockdiag.fusion.runtime.kernel_choice import (
@@ -273,6 +274,12 @@ def mark(
         carriers: float32 arrays that receive the gradients of some leaves, or of the values, instead of these.
     """
     carriers = carriers if carriers and has_gradient else {}
+    if has_eight_bits(region):
+        # The GPU is not known yet, and older ones lack eight-bit products.
+        *wide_leaves, wide_value = widened_arrays(region, (*leaves, value))
+        given = {"has_gradient": has_gradient, "has_log_sum": has_log_sum, "carriers": carriers}
+        output, log_sum = mark(widened(region), wide_leaves, wide_value, **given)
+        return output.astype(region.dtype), log_sum
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
     constant = {name: jax.lax.stop_gradient(x) for name, x in arrays.items()}
@@ -349,6 +356,13 @@ def mark_gradients(
         cotangent: cotangent of the result.
         log_sum_cotangent: cotangent of the log-sum-exp; None if it is 0.
     """
+    if has_eight_bits(region):
+        *wide_leaves, wide_value = widened_arrays(region, (*leaves, value))
+        saved = (output.astype(widened(region).dtype), log_sum, cotangent, log_sum_cotangent)
+        *grads, value_grad = mark_gradients(widened(region), wide_leaves, wide_value, *saved)
+        dtypes = [leaf.gradient_dtype for leaf in region.leaves if leaf.has_gradient]
+        grads = [x.astype(dtype) for x, dtype in zip(grads, dtypes, strict=True)]
+        return [*grads, value_grad.astype(region.value_gradient_dtype)]
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
     kernels = backward_kernels(inner, {name: jax.lax.stop_gradient(x) for name, x in arrays.items()})
