@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from blockdiag.fusion.api import trace
+from blockdiag.fusion.ir.tree import Region
+
 type Function = Callable[..., jax.Array]
 
 
@@ -141,15 +144,27 @@ class EightBit:
         """Call the function with the dtypes of the case."""
         return self.function(self.dtypes, *arrays)
 
+    def region(self) -> Region:
+        """Return the only region of the function."""
+        given = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs().values())
+        ((region,),) = trace(self, given, {}).regions.values()
+        return region
+
     def exact(self, inputs: dict[str, Any]) -> np.ndarray:
         """Return the result in float64."""
         wide = [np.asarray(x).astype(np.float64) for x in inputs.values()]
         with jax.enable_x64(True):
             return np.asarray(jax.jit(self.function, static_argnums=0)(EXACT, *wide))
 
+    def allowed_error(self, inputs: dict[str, Any], exact: np.ndarray) -> float:
+        """Return twice the error of the function itself, eager so that it rounds every value, plus 2 ulp."""
+        naive = np.asarray(self(*inputs.values()), np.float64)
+        unit = float(jnp.finfo(self.dtypes.weights).eps) / 2
+        return 2 * np.abs(naive - exact).max() + 2 * unit * 2.0 ** np.ceil(np.log2(np.abs(exact).max()))
+
 
 _E4M3, _E5M2 = (Dtypes(np.float32, jnp.dtype(x)) for x in ("float8_e4m3fn", "float8_e5m2"))
-_HALF = Dtypes(np.float32, np.float16)
+_HALF, _HALF_RESULT = Dtypes(np.float32, np.float16), Dtypes(np.float16, np.float16)
 _LONG = (1, 384, 640, 2, 2)
 CASES = {
     "full": EightBit(full),
@@ -176,5 +191,6 @@ CASES = {
     "long_parts": EightBit(causal, sizes=(*_LONG, 192, 128), streams=True),
     "long_ninety_six": EightBit(capped, sizes=(*_LONG, 96, 96), streams=True),
     "long_wide": EightBit(causal, sizes=(*_LONG, 256, 256), streams=True),
+    "long_half": EightBit(full, dtypes=_HALF_RESULT, sizes=(*_LONG, 128, 128), streams=True),
     "long_gated": EightBit(gated, sizes=(*_LONG, 128, 128), streams=True),
 }

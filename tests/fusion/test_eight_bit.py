@@ -14,13 +14,6 @@ from tests.fusion.fusion_support import alternated
 SHORT = [name for name, case in CASES.items() if not case.streams]
 
 
-def allowed_error(case, inputs, exact):
-    """Return twice the error of the function itself, eager so that it rounds every value, plus 2 ulp."""
-    naive = np.asarray(case(*inputs.values()), np.float64)
-    unit = float(jnp.finfo(case.dtypes.weights).eps) / 2
-    return 2 * np.abs(naive - exact).max() + 2 * unit * 2.0 ** np.ceil(np.log2(np.abs(exact).max()))
-
-
 @pytest.mark.parametrize(("name", "implementation"), alternated(SHORT))
 def test_results_of_eight_bit_arrays_are_as_exact_as_written(name, implementation):
     case = CASES[name]
@@ -28,7 +21,7 @@ def test_results_of_eight_bit_arrays_are_as_exact_as_written(name, implementatio
     fused = jax.jit(fuse(case, implementation=implementation))
     found = np.asarray(fused(*inputs.values()))
     exact = case.exact(inputs)
-    assert np.abs(found.astype(np.float64) - exact).max() <= allowed_error(case, inputs, exact)
+    assert np.abs(found.astype(np.float64) - exact).max() <= case.allowed_error(inputs, exact)
     np.testing.assert_array_equal(found, np.asarray(fused(*inputs.values())))
 
 
@@ -86,11 +79,8 @@ def test_gradients_are_those_of_widened_arrays(name, implementation):
 
 
 def test_weights_keep_their_dtype_where_values_have_eight_bits():
-    case = CASES["two_dtypes"]
-    ((region,),) = trace(case, tuple(case.inputs().values()), {}).regions.values()
-    assert region.value.dtype == jnp.bfloat16
-    ((region,),) = trace(CASES["eight_bit_values"], tuple(case.inputs().values()), {}).regions.values()
-    assert region.value.dtype == jnp.float8_e4m3fn
+    assert CASES["two_dtypes"].region().value.dtype == jnp.bfloat16
+    assert CASES["eight_bit_values"].region().value.dtype == jnp.float8_e4m3fn
 
 
 def test_other_eight_bit_dtypes_are_declined_with_a_remedy():

@@ -20,6 +20,7 @@ PROMPTS = ("causal", "heads of 256")
 EIGHT_BIT_PROMPTS = ("e4m3, scales by token", "e4m3, many chunks")
 LATENT = ("decoding", "pages of 3, both sides")
 FORWARD = ("cross", "one_chunk", "causal", "wide_result", "three_halves", *(f"prompts, {name}" for name in PROMPTS))
+EIGHT_BIT_FORWARD = ("long_causal", "long_parts", "long_wide", "long_half")
 BACKWARD = {
     "narrow": test_one_pass.FEW_PROGRAMS,
     "wide": test_one_pass.WIDE,
@@ -89,8 +90,10 @@ def launch_of(template, name):
         return test_hopper_prompts.launch_of(test_hopper_prompts.PROBLEMS[name.removeprefix("prompts, ")])
     if template is hopper_latent:
         return test_hopper_latent.launch_of(test_hopper_latent.PROBLEMS[name])
-    is_forward = template is hopper_forward
-    spec, arrays = test_streamed.launch_of(name) if is_forward else test_one_pass.launch_of(BACKWARD[name])
+    if template is hopper_forward:
+        spec, arrays = test_streamed.launch_of(test_streamed.ALL_CASES[name])
+    else:
+        spec, arrays = test_one_pass.launch_of(BACKWARD[name])
     return spec.plan(Target.for_arch(90)), arrays
 
 
@@ -103,7 +106,10 @@ TEMPLATES = [
 ]
 
 
-@pytest.mark.parametrize(("template", "name"), [(x, name) for x, names in TEMPLATES for name in names])
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [(x, name) for x, names in (*TEMPLATES, (hopper_forward, EIGHT_BIT_FORWARD)) for name in names],
+)
 def test_accesses_of_shared_memory_are_ordered(template, name):
     plan, arrays = launch_of(template, name)
     interpret_gluon(plan, *arrays, is_checked=True)

@@ -1,5 +1,7 @@
 """Tests of the streamed forward kernel of Hopper: results, barriers, several items per program, and compilation."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from blockdiag.interop.jaxlib_launcher import lay_out_buffers
 from blockdiag.triton_kernels.launch import plan as launch_plan
 from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
 from tests.fusion.codegen.test_gluon import assert_exact, assert_same_nan_of_rows, launched  # noqa: F401
+from tests.fusion.eight_bit_cases import CASES as EIGHT_BIT_CASES
 from tests.fusion.gluon_interpreter import interpret_gluon
 from tests.fusion.gluon_protocol import Slow
 from tests.fusion.streamed_cases import CASES
@@ -22,6 +25,8 @@ from tests.triton_kernels.plans_support import report_of
 
 NAME = "fused_forward_streamed"
 STREAMED = [name for name, case in CASES.items() if case.streams]
+EIGHT_BIT_STREAMED = [name for name, case in EIGHT_BIT_CASES.items() if case.streams]
+ALL_CASES = CASES | {name: EIGHT_BIT_CASES[name] for name in EIGHT_BIT_STREAMED}
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +49,21 @@ def test_streamed_kernels_match_float32(name, launched):  # noqa: F811
     assert {x for x in launched if x.startswith("fused_forward")} == {NAME}
 
 
+@pytest.mark.parametrize("name", EIGHT_BIT_STREAMED)
+def test_streamed_kernels_of_eight_bit_queries_and_keys_are_as_exact_as_written(name, launched):  # noqa: F811
+    case = EIGHT_BIT_CASES[name]
+    inputs = case.inputs()
+    found = np.asarray(fuse(case, implementation="triton")(*inputs.values()))
+    exact = case.exact(inputs)
+    assert np.abs(found.astype(np.float64) - exact).max() <= case.allowed_error(inputs, exact)
+    assert launched == [NAME]
+
+
+@pytest.mark.parametrize("name", [name for name, case in EIGHT_BIT_CASES.items() if not case.streams])
+def test_other_calls_with_eight_bit_arrays_do_not_stream(name):
+    assert NAME not in {kernel.source.name for kernel in kernel_choice.kernels(EIGHT_BIT_CASES[name].region())}
+
+
 def test_streamed_kernel_with_nan_in_a_query_gives_nan_where_xla_does(launched):  # noqa: F811
     case = CASES["clipped"]
     inputs = case.inputs()
@@ -52,9 +72,9 @@ def test_streamed_kernel_with_nan_in_a_query_gives_nan_where_xla_does(launched):
     assert NAME in launched
 
 
-def launch_of(name):
+def launch_of(case):
     """Return the streamed launch of a case, and its arrays; the case has no inputs but queries, keys and values."""
-    region, inputs = CASES[name].region(), CASES[name].inputs()
+    region, inputs = case.region(), case.inputs()
     operands = []
     for leaf in region.leaves:
         if leaf.source.key is None:
@@ -71,19 +91,20 @@ def launch_of(name):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax_call, "launch_together", keep)
-        triton_fused._results(region, triton_fused._is_hopper, *operands, inputs["value"])
+        triton_fused._results(region, triton_fused._is_hopper, *operands, inputs["value"].astype(region.value.dtype))
     ((spec, arrays),) = kept
     return spec, [np.asarray(x) for x in arrays]
 
 
+SEVERAL = ("cross", "wide", "narrow", "much_wider_values", "causal", "long_causal", "long_parts")
 # The delays, in seconds, of the partitions: the two compute groups, and load.
 SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE = (0, 0, 1e-2), (1e-2, 0, 0), (3e-3, 3e-3, 0)
 
 
 @pytest.mark.parametrize("naps", [SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE])
-@pytest.mark.parametrize("name", ["cross", "wide", "narrow", "much_wider_values", "causal"])
+@pytest.mark.parametrize("name", SEVERAL)
 def test_streamed_kernel_gives_the_same_bits_whichever_warps_are_slow(name, naps):
-    spec, arrays = launch_of(name)
+    spec, arrays = launch_of(ALL_CASES[name])
     plan = spec.plan(Target.for_arch(90))
     one = interpret_gluon(plan, *arrays)
     other = interpret_gluon(plan, *arrays, chance=Slow(*naps))
@@ -94,7 +115,7 @@ def test_streamed_kernel_gives_the_same_bits_whichever_warps_are_slow(name, naps
 
 def traced_launch_of(name):
     """Return the streamed launch of a case, with arrays that are not known."""
-    inner, change = arrange.arranged(CASES[name].region())
+    inner, change = arrange.arranged(ALL_CASES[name].region())
     found = []
 
     def trace(leaves, value):
@@ -113,7 +134,8 @@ KNOWN_SPILLS = {"sloped": 2}
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "cross" else []) for name in STREAMED]
+    "name",
+    [pytest.param(x, marks=[pytest.mark.versions] if x == "cross" else []) for x in (*STREAMED, *EIGHT_BIT_STREAMED)],
 )
 def test_streamed_kernels_fit_hopper(name):
     plan = traced_launch_of(name).plan(Target.for_arch(90))
@@ -123,3 +145,7 @@ def test_streamed_kernels_fit_hopper(name):
     assert report.name == NAME and report.shared_bytes <= report.shared_limit
     assert sum(report.local_accesses.values()) <= KNOWN_SPILLS.get(name, 0), str(report)
     assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
+    kinds = set(re.findall(r"wgmma\.mma_async\S*f32\.(\w+)\.(\w+)", report.kernel.asm["ptx"]))
+    short = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(ALL_CASES[name].dtype)
+    # Eight-bit products of queries and keys, and 16-bit products of weights and values.
+    assert (short is None or (short, short) in kinds) and len(kinds) == (1 if short is None else 2)

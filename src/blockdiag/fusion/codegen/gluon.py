@@ -157,7 +157,6 @@ class HopperKernel:
 
     Attributes:
         moved: for each descriptor parameter: its name, its array, the shape of the matrix, and the shape of a tile.
-        dtype: the dtype of these arrays.
         pointers: the pointer parameters, in order.
         rounds: the number of rounds per tile; None if programs read it from lists.
         tiles: the number of programs if each did all rounds of a tile.
@@ -168,7 +167,6 @@ class HopperKernel:
 
     source: Source
     moved: tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]
-    dtype: str
     pointers: tuple[str, ...]
     rounds: int | None
     tiles: int

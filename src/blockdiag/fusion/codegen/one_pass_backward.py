@@ -168,7 +168,7 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
         "hopper_backward", "BackwardFunctions, BackwardShape, Matrices, one_pass_backward", own.writer.lines
     )
     source = Source(text, NAME, inputs, outputs, (programs, 1, 1))
-    return HopperKernel(source, moved, jnp.dtype(region.value.dtype).name, pointers, None, programs, num_warps=8)
+    return HopperKernel(source, moved, pointers, None, programs, num_warps=8)
 
 
 def _parts(plan: OnePass) -> dict[str, tuple[int, ...]]:

@@ -51,7 +51,7 @@ def resident_backward(region: Region, side: Side, places: Sequence[int], plain: 
         return None
     pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum", "delta", *(f"grad{i}" for i in terms))
     rounds = cells_of(region, plan.through)
-    return HopperKernel(_source(own), _moved(own), dtype, pointers, rounds, own.tiles_of * cells_of(region, plan.cell))
+    return HopperKernel(_source(own), _moved(own), pointers, rounds, own.tiles_of * cells_of(region, plan.cell))
 
 
 def _terms(region: Region, side: Side, places: Sequence[int]) -> dict[int, float] | None:

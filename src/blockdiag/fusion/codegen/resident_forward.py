@@ -9,8 +9,6 @@ is known before the first exponential. Products of the next round start while re
 
 from collections.abc import Callable, Sequence
 
-import jax.numpy as jnp
-
 from blockdiag.fusion.codegen.expressions import Value
 from blockdiag.fusion.codegen.gluon import GluonPrinter, GluonWriter, HopperKernel, gluon_source, print_function
 from blockdiag.fusion.codegen.kernels import LOG2_E, Source, Writer, cells_of, forward_outputs, widening
@@ -363,6 +361,4 @@ def resident_kernel(region: Region) -> HopperKernel | None:
     )
     source = resident_source(region, plan)
     pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum")
-    return HopperKernel(
-        source, moved, jnp.dtype(region.dtype).name, pointers, cells_of(region, plan.through), source.grid[0]
-    )
+    return HopperKernel(source, moved, pointers, cells_of(region, plan.through), source.grid[0])

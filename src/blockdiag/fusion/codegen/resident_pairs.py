@@ -479,4 +479,4 @@ def _kernel(own: PairsWriter, d_query: Output) -> HopperKernel:
     )
     pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum", "delta", d_bias.name)
     moved = own.moved(d_query.name)
-    return HopperKernel(source, moved, jnp.dtype(region.dtype).name, pointers, rounds, tiles, each)
+    return HopperKernel(source, moved, pointers, rounds, tiles, each)

@@ -9,8 +9,6 @@ import itertools
 import math
 from collections.abc import Mapping
 
-import jax.numpy as jnp
-
 from blockdiag.fusion.analysis.tile_lists import Lists
 from blockdiag.fusion.codegen.device_functions import FunctionWriter, packed, template_source
 from blockdiag.fusion.codegen.expressions import Value
@@ -193,4 +191,4 @@ def streamed_kernel(region: Region, tile: Tile, lists: Lists | None) -> HopperKe
     )
     items = region.sizes["q"] // ROWS * cells_of(region, region.batch)
     source = Source(text, NAME, inputs, (*forward_outputs(region), counter), (items, 1, 1))
-    return HopperKernel(source, moved, jnp.dtype(region.value.dtype).name, pointers, None, items, is_persistent=True)
+    return HopperKernel(source, moved, pointers, None, items, is_persistent=True)

@@ -75,14 +75,14 @@ def places_of(region: Region, query: Leaf, key: Leaf, **others: tuple[Any, ...])
     """
     sizes, columns = region.sizes, tuple(value_columns(region))
     arrays: dict[str, tuple[Any, ...]] = {
-        "query": (query.source.shape, query.dims, "q", query.features),
-        "key": (key.source.shape, key.dims, "k", key.features),
+        "query": (query.source.shape, query.dims, "q", query.features, query.source.dtype.itemsize),
+        "key": (key.source.shape, key.dims, "k", key.features, key.source.dtype.itemsize),
         "value": (region.value.shape, region.value_dims, "k", columns),
         "output": (shape_of(region.out_dims, sizes), region.out_dims, "q", columns),
     }
     found = {}
-    for name, (shape, dims, label, lines) in (arrays | others).items():
-        place = place_of(layout_of(shape, dims, sizes), shape, label, lines, sizes)
+    for name, (shape, dims, label, lines, *itemsize) in (arrays | others).items():
+        place = place_of(layout_of(shape, dims, sizes), shape, label, lines, sizes, *itemsize)
         if place is None:
             return None
         found[name] = place
@@ -90,17 +90,19 @@ def places_of(region: Region, query: Leaf, key: Leaf, **others: tuple[Any, ...])
 
 
 def place_of(
-    layout: Layout, shape: tuple[int, ...], label: str, lines: tuple[str, ...], sizes: dict[str, int]
+    layout: Layout, shape: tuple[int, ...], label: str, lines: tuple[str, ...], sizes: dict[str, int], itemsize: int = 2
 ) -> Place | None:
     """Return the view of an array as a matrix with one row per query or key, None if the copy engine cannot move it.
 
     Args:
         label: the label of queries or of keys.
         lines: the labels that are contiguous within a row.
+        itemsize: the bytes of an element. Rows must be multiples of 16 bytes and of eight elements.
     """
     step = layout.stride(label)
     whole, width = math.prod(shape), math.prod(sizes[x] for x in lines)
-    if flat_stride(layout, lines, sizes) != 1 or step % 8 or not step or whole % step or whole // step >= 2**31:
+    is_aligned = step > 0 and step % max(8, 16 // itemsize) == 0
+    if flat_stride(layout, lines, sizes) != 1 or not is_aligned or whole % step or whole // step >= 2**31:
         return None
     rows, columns = {}, {}
     for other, stride in layout.strides.items():

@@ -3,7 +3,7 @@
 Programs are persistent: each takes one tile of queries after another. The schedule applies to a softmax of a function
 of one product and of per-query numbers. The softmax may be scaled by other per-query numbers. Biases of queries by keys
 are excluded, because the copy engine must move all operands of a tile. With lists of live tiles, masks may also read
-per-key numbers.
+per-key numbers. Queries and keys have 16 bits or eight, and values have 16.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from blockdiag.fusion.analysis.tile_lists import Lists
 from blockdiag.fusion.ir.factors import has_keys, scores_of
 from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Node, Region, leaves_of, nodes_of
+from blockdiag.fusion.lowering.eight_bit import is_eight_bit
 from blockdiag.fusion.lowering.hopper import (
     ROWS,
     SHARED_BYTES,
@@ -80,12 +81,12 @@ class Streamed(OfProduct):
     @property
     def staging(self) -> Literal["none", "own", "query"]:
         """Where results are staged for the copy engine: nowhere, in an own buffer, or in that of the queries."""
-        return _staging_of(self.region, self.features, self.columns)
+        return _staging_of(self, self.features, self.columns)
 
     @property
     def together(self) -> int:
         """The number of lines whose tiles are interleaved. Their keys and values fit into L2."""
-        each = self.region.sizes["k"] * (self.features + self.columns) * 2
+        each = self.region.sizes["k"] * (self.features * self.key.source.dtype.itemsize + self.columns * 2)
         return max(1, _STREAMED_BYTES // each)
 
 
@@ -116,9 +117,7 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     places = places_of(region, query, key)
     if places is None:
         return None
-    query_slots, slots = _slots(
-        features, columns, tile.columns, has_staging=_staging_of(region, features, columns) == "own"
-    )
+    query_slots, slots = _slots(found, features, columns, tile.columns)
     return Streamed(
         **vars(found),
         places=places,
@@ -149,7 +148,9 @@ def streamed_tile(region: Region) -> Tile | None:
     # Registers hold the scores of a chunk beside the accumulated results, and two chunks must fit into shared memory.
     tile = Tile(ROWS, 128 if features + columns <= 256 else 64)
     is_tiled = region.sizes["q"] % tile.rows == 0 and region.sizes["k"] % tile.columns == 0
-    has_narrow_operands = is_narrow(replace(region, dtype=region.value.dtype), found.query, found.key)
+    query, key = found.query.source.dtype, found.key.source.dtype
+    multiplied = () if query == key and is_eight_bit(query) else (found.query, found.key)
+    has_narrow_operands = is_narrow(replace(region, dtype=region.value.dtype), *multiplied)
     is_stored = _is_wide(region) or region.dtype == region.value.dtype
     return tile if is_known and is_tiled and has_narrow_operands and is_stored else None
 
@@ -188,22 +189,24 @@ def _reads_no_key_numbers(region: Region, lists: Lists | None) -> bool:
     return not any(leaf.role == "column" and leaf.source.key is not None for leaf in needed)
 
 
-def _staging_of(region: Region, features: int, columns: int) -> Literal["none", "own", "query"]:
-    if _is_wide(region):
+def _staging_of(found: OfProduct, features: int, columns: int) -> Literal["none", "own", "query"]:
+    if _is_wide(found.region):
         return "none"
-    return "query" if features == columns else "own"
+    return "query" if features == columns and found.query.source.dtype == found.region.dtype else "own"
 
 
 def _is_wide(region: Region) -> bool:
     return region.dtype == np.float32
 
 
-def _slots(features: int, columns: int, chunk: int, *, has_staging: bool) -> tuple[int, int]:
+def _slots(found: OfProduct, features: int, columns: int, chunk: int) -> tuple[int, int]:
     """Return how many tiles of queries, and how many chunks of keys with their values, fit into shared memory.
 
     With two tiles of queries, those of the next item arrive while the last item is computed.
     """
-    once, each = ROWS * columns * 2 if has_staging else 0, chunk * (features + columns) * 2
-    query_slots = 2 if once + 2 * ROWS * features * 2 + _FEWEST_SLOTS * each <= SHARED_BYTES else 1
-    slots = (SHARED_BYTES - once - query_slots * ROWS * features * 2) // each
+    width = features * found.query.source.dtype.itemsize
+    once = ROWS * columns * 2 if _staging_of(found, features, columns) == "own" else 0
+    each = chunk * (width + columns * 2)
+    query_slots = 2 if once + 2 * ROWS * width + _FEWEST_SLOTS * each <= SHARED_BYTES else 1
+    slots = (SHARED_BYTES - once - query_slots * ROWS * width) // each
     return query_slots, min(_MOST_SLOTS, slots)

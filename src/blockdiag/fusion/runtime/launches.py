@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from blockdiag.common.dtype_table import ELEMENT_TYPES
 from blockdiag.fusion.codegen.gluon import HopperKernel
 from blockdiag.fusion.codegen.kernels import Source
 from blockdiag.fusion.ir.tile import Tile
@@ -82,18 +83,20 @@ class FusedLaunch:
 
     def _hopper_plan(self, kernel: HopperKernel, target: Target) -> LaunchPlan:
         load_compiler()
+        import triton.language as tl
         from triton.experimental.gluon import language as gl
 
         places: dict[str, tuple[Role, int]] = {x: ("input", i) for i, x in enumerate(self.source.inputs)}
         for i, written in enumerate(self.source.outputs):
             places[written.name] = ("output", i)
         started = [(x.name, i) for i, x in enumerate(self.source.outputs) if x.starts_at_zero]
-        dtypes = {x.name: x.dtype for x in self.source.outputs}
+        dtypes = dict(zip(self.source.inputs, (x.dtype for x in self.inputs), strict=True))
+        dtypes |= {x.name: x.dtype for x in self.source.outputs}
         arguments: dict[str, Argument] = {}
         last: dict[str, Argument] = {}
         seen = set()
         for name, array, shape, block in kernel.moved:
-            layout = gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, dtypes.get(array, kernel.dtype)))
+            layout = gl.NVMMASharedLayout.get_default_for(list(block), tl.dtype(ELEMENT_TYPES[dtypes[array]].triton))
             # jaxlib's launcher takes the second use of an output after the first uses of all outputs.
             group = last if array in seen and places[array][0] == "output" else arguments
             group[name] = Descriptor(*places[array], shape=shape, block_shape=block, layout=layout)

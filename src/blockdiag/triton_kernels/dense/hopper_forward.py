@@ -17,6 +17,9 @@ item, all of which are live, those come first that a mask may hide in part: the 
 Tiles have powers of two as sizes, so a head dimension of 96 or 192 is moved and multiplied in two parts: 64 + 32, or
 128 + 64. The names of second parts end in "_more".
 
+Queries and keys may have eight bits. The tensor cores keep about 14 bits of the sums of such products, which is enough
+for 256 features. Values have 16 bits.
+
 The caller passes `FUNCTIONS`, generated for a region:
 
 | function | returns |
@@ -236,7 +239,7 @@ def load_parts(matrix, matrix_more, full, row, column, ring, ring_more, slot, HA
     """Start copying both parts of a tile into their slots."""
     WIDTH: gl.constexpr = ring.shape[2]
     WHOLE: gl.constexpr = WIDTH + ring_more.shape[2] if HAS_MORE else WIDTH
-    BYTES: gl.constexpr = ring.shape[1] * WHOLE * 2
+    BYTES: gl.constexpr = ring.shape[1] * WHOLE * ring.dtype.primitive_bitwidth // 8
     mbarrier.expect(full.index(slot), BYTES)
     tma_load(matrix, [row, column], full.index(slot), ring.index(slot))
     if HAS_MORE:
@@ -404,7 +407,7 @@ def step(memory, arrays, place, numbers, query, query_more, number, at, masked, 
     b_power, b_base = weigh(memory, b_score, b_largest, number, GROUP, SHAPE)
     b_shrink = gl.exp2(b_last * SHAPE.unit - b_base)
     b_total = b_total * gl.expand_dims(gl.convert_layout(b_shrink, P), 1) + partial_sums(b_power)
-    b_weights = gl.convert_layout(b_power.to(memory.query.dtype), gl.DotOperandLayout(0, R, 2))
+    b_weights = gl.convert_layout(b_power.to(memory.value.dtype), gl.DotOperandLayout(0, R, 2))
     b_output, b_more = finish_values(memory, b_output, b_more, number - 1, SHAPE)
     b_output = scaled(b_output, b_shrink)
     if SHAPE.columns_more > 0:
@@ -442,7 +445,7 @@ def attend(memory, arrays, place, numbers, query, query_more, number, count, mas
     b_largest = gl.max(b_score, 1)
     b_power, _b_base = weigh(memory, b_score, b_largest, number, GROUP, SHAPE)
     b_total = partial_sums(b_power)
-    b_weights = gl.convert_layout(b_power.to(memory.query.dtype), gl.DotOperandLayout(0, R, 2))
+    b_weights = gl.convert_layout(b_power.to(memory.value.dtype), gl.DotOperandLayout(0, R, 2))
     b_output = gl.zeros([HALF, COLUMNS], gl.float32, R)
     b_more = 0
     if COLUMNS_MORE > 0:
@@ -467,7 +470,9 @@ def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, 
     CHUNK: gl.constexpr = SHAPE.chunk
     COLUMNS: gl.constexpr = SHAPE.columns
     COLUMNS_MORE: gl.constexpr = SHAPE.columns_more
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
+    # A product instruction sums 32 bytes of each operand.
+    DEPTH: gl.constexpr = 256 // memory.query.dtype.primitive_bitwidth
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, DEPTH])
     b_none = gl.zeros([HALF, CHUNK], gl.float32, S)
     number = 0
     count = 0
@@ -549,7 +554,7 @@ def stage(memory, p_output, b_output, b_factor, b_weight, place, first, count, C
         r_c = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, R))
         gl.store(p_output + FUNCTIONS.offsets(place, r_q, r_c), b_output)
     else:
-        staging_of(staging, count, GROUP, SHAPE).store(b_output.to(memory.query.dtype))
+        staging_of(staging, count, GROUP, SHAPE).store(b_output.to(staging.dtype))
 
 
 @gluon.jit
