@@ -10,6 +10,7 @@ from jax.extend import core
 
 from blockdiag.fusion.frontend.trace import aval_of, flat_jaxpr
 from blockdiag.fusion.ir.tree import Region
+from blockdiag.fusion.lowering.eight_bit import multiplies_eight_bits
 from blockdiag.fusion.regions.nested_programs import CHECKPOINTS, bodies_of
 from blockdiag.interop.dlpack import to_torch
 from blockdiag.interop.torch_launch import device_target
@@ -45,12 +46,14 @@ class Traced(Protocol):
         ...
 
 
-def marked(program: Traced, *, has_gradient: bool) -> core.ClosedJaxpr:
+def marked(program: Traced, *, has_gradient: bool, has_eight_bit_products: bool = False) -> core.ClosedJaxpr:
     """Return the flat program with `region_p` in place of regions.
 
     Args:
         has_gradient: whether to generate backward kernels.
+        has_eight_bit_products: see `mark`.
     """
+    options = {"has_gradient": has_gradient, "has_eight_bit_products": has_eight_bit_products}
 
     def with_marks(*arrays: Any) -> list[Any]:
         def compute(
@@ -60,7 +63,7 @@ def marked(program: Traced, *, has_gradient: bool) -> core.ClosedJaxpr:
             value: Any,
             carriers: Mapping[int, Any] | None = None,
         ) -> tuple[Any, Any]:
-            return mark(region, leaves, value, has_gradient=has_gradient, has_log_sum=has_log_sum, carriers=carriers)
+            return mark(region, leaves, value, has_log_sum=has_log_sum, carriers=carriers, **options)
 
         return program.evaluate(arrays, compute)
 
@@ -80,7 +83,9 @@ class TorchProgram:
     def __init__(self, program: Traced, device: torch.device, bind: Bind, *, has_gradient: bool) -> None:
         self._structure = program.structure
         target = device_target(device.index) if device.type == "cuda" and device.index is not None else None
-        jaxpr = marked(program, has_gradient=has_gradient)
+        # The interpreter has them.
+        has_products = device.type == "cpu" if target is None else multiplies_eight_bits(target)
+        jaxpr = marked(program, has_gradient=has_gradient, has_eight_bit_products=has_products)
         if any(is_key(aval_of(x)) for x in jaxpr.jaxpr.outvars):
             raise TypeError(
                 "the function returns a random key, which torch does not support; return jax.random.key_data of it"

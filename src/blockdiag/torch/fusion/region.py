@@ -265,6 +265,7 @@ def mark(
     has_gradient: bool,
     has_log_sum: bool,
     carriers: Mapping[int, Any] | None = None,
+    has_eight_bit_products: bool = False,
 ) -> tuple[Any, Any]:
     """Trace a region as `region_p` of its arranged arrays and its lists of tiles; return its results.
 
@@ -272,10 +273,11 @@ def mark(
         has_gradient: whether to generate backward kernels.
         has_log_sum: whether to return the log-sum-exp [batch.., q] too; None takes its place otherwise.
         carriers: float32 arrays that receive the gradients of some leaves, or of the values, instead of these.
+        has_eight_bit_products: whether the device multiplies eight-bit arrays. They are widened otherwise, and for
+            backward kernels.
     """
     carriers = carriers if carriers and has_gradient else {}
-    if has_eight_bits(region):
-        # The GPU is not known yet, and older ones lack eight-bit products.
+    if has_eight_bits(region) and (has_gradient or not has_eight_bit_products):
         *wide_leaves, wide_value = widened_arrays(region, (*leaves, value))
         given = {"has_gradient": has_gradient, "has_log_sum": has_log_sum, "carriers": carriers}
         output, log_sum = mark(widened(region), wide_leaves, wide_value, **given)
