@@ -12,6 +12,7 @@ from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
 from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule  # noqa: E402
 from blockdiag.interop import dlpack  # noqa: E402
 from blockdiag.torch import explain, fuse  # noqa: E402
+from tests.fusion.eight_bit_cases import CASES as EIGHT_BIT  # noqa: E402
 from tests.fusion.one_pass_cases import CASES as ONE_PASS  # noqa: E402
 from tests.fusion.regions import test_nested_programs as inner  # noqa: E402
 from tests.fusion.resident_cases import CASES as RESIDENT  # noqa: E402
@@ -303,3 +304,13 @@ def test_second_gpu_stays_the_current_one_after_fuse_and_explain(implementation)
     assert torch.cuda.current_device() == 1
     fuse(attention, implementation=implementation)(x, x, x).sum().backward()
     assert torch.cuda.current_device() == 1
+
+
+@pytest.mark.parametrize("name", ["causal", "scaled_tokens", "eight_bit_values", "long_causal", "long_half"])
+def test_eight_bit_tensors_give_the_bits_of_jax(name):
+    case = EIGHT_BIT[name]
+    inputs = case.inputs()
+    with lifted(streamed_schedule):
+        found = fuse(case, implementation="triton")(*(to_tensor(x, GPU) for x in inputs.values()))
+        expected = jax.jit(jax_fuse(case, implementation="triton"))(*inputs.values())
+    np.testing.assert_array_equal(to_numpy(found), np.asarray(expected))
