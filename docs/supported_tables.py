@@ -240,7 +240,7 @@ def _fused() -> list[Row]:
 
     sizes = (1, 8, 20, 64, 100, 128, 200, 256, 257, 320)
     return [
-        Row("dtype", {dtype: of(dtype) for dtype in FLOATS}),
+        Row("dtype", {dtype: of(dtype) for dtype in (*EIGHT_BIT_FLOATS, *FLOATS)}),
         Row("head size", {size: of(head_dim=size, value_dim=size) for size in sizes}),
         Row("head size of values", {size: of(value_dim=size) for size in sizes}),
         Row("any number of tokens", {"": of(tokens=77)}),

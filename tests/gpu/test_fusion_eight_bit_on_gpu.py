@@ -42,6 +42,14 @@ def test_results_of_eight_bit_arrays_are_as_exact_as_written(name):
     assert_as_exact_as_written(CASES[name])
 
 
+@pytest.mark.parametrize("name", ["causal", "causal_e5m2", "eight_bit_values"])
+def test_xla_takes_eight_bit_arrays(name):
+    case = CASES[name]
+    inputs = case.inputs()
+    found = jax.jit(fuse(case, implementation="xla"))(*inputs.values())
+    np.testing.assert_allclose(np.asarray(found, np.float32), case.exact(inputs), atol=2e-2)
+
+
 @pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
 def test_streamed_kernel_of_many_keys_is_as_exact_as_written(width):
     columns = 128 if width == 192 else width
