@@ -85,7 +85,7 @@ def scaled_weights(dtypes, query, key, value, value_scale):
 
 def gated(dtypes, query, key, value, gate):
     """Return attention with the weights of each query scaled by a gate [B, N, T]."""
-    weights = jax.nn.softmax(scores_of(query, key, dtypes), axis=-1) * gate[..., None]
+    weights = jax.nn.softmax(scores_of(query, key, dtypes), axis=-1) * gate[..., None].astype(dtypes.sums)
     value = value.astype(dtypes.weights)
     return jnp.einsum("bnts,bsnv->btnv", weights.astype(dtypes.weights), value, preferred_element_type=dtypes.sums)
 
@@ -170,6 +170,7 @@ class EightBit:
 
 
 _E4M3, _E5M2 = (Dtypes(np.float32, jnp.dtype(x)) for x in ("float8_e4m3fn", "float8_e5m2"))
+_SHORT_RESULT = Dtypes(jnp.bfloat16, _E4M3.weights)
 _HALF, _HALF_RESULT = Dtypes(np.float32, np.float16), Dtypes(np.float16, np.float16)
 _LONG = (1, 384, 640, 2, 2)
 CASES = {
@@ -199,5 +200,10 @@ CASES = {
     "long_wide": EightBit(causal, sizes=(*_LONG, 256, 256), streams=True),
     "long_half": EightBit(full, dtypes=_HALF_RESULT, sizes=(*_LONG, 128, 128), streams=True),
     "long_scaled_heads": EightBit(scaled_heads, sizes=(*_LONG, 128, 128), streams=True),
+    "long_values": EightBit(causal, dtypes=_E4M3, sizes=(*_LONG, 128, 128), streams=True),
+    "long_values_e5m2": EightBit(full, "float8_e5m2", _E5M2, (*_LONG, 64, 64), streams=True),
+    "long_values_one_chunk": EightBit(full, dtypes=_E4M3, sizes=(2, 256, 128, 2, 2, 64, 64), streams=True),
+    "long_values_many_chunks": EightBit(full, dtypes=_E4M3, sizes=(1, 256, 2304, 1, 1, 64, 128), streams=True),
+    "long_values_gated": EightBit(gated, dtypes=_SHORT_RESULT, sizes=(*_LONG, 64, 64), streams=True),
     "long_gated": EightBit(gated, sizes=(*_LONG, 128, 128), streams=True),
 }

@@ -19,13 +19,22 @@ from typing import Any
 import numpy as np
 from triton.language import constexpr
 
-from blockdiag.triton_kernels.dense import hopper_backward, hopper_forward
+from blockdiag.triton_kernels.dense import hopper_backward, hopper_eight_bit_forward, hopper_forward
 from blockdiag.triton_kernels.moba import hopper_backward as moba_backward
 from blockdiag.triton_kernels.paged import hopper_prompts, places
-from blockdiag.triton_kernels.parts import hopper_tiles, resident_tiles
+from blockdiag.triton_kernels.parts import hopper_tiles, resident_tiles, transposed_tiles
 
 # In the order in which their names hide each other.
-TEMPLATES = (hopper_tiles, hopper_backward, hopper_forward, hopper_prompts, places, moba_backward)
+TEMPLATES = (
+    hopper_tiles,
+    hopper_backward,
+    hopper_forward,
+    hopper_eight_bit_forward,
+    hopper_prompts,
+    places,
+    moba_backward,
+)
+PARTS = (resident_tiles, transposed_tiles)
 
 
 class Deadlock(AssertionError):
@@ -394,9 +403,9 @@ def kernel_with(
         "PROPAGATE_NAN": True,
     } | dict(words)  # fmt: skip
     templates = [x for x in TEMPLATES if f"{x.__name__} import" in text]
-    for module in (resident_tiles, *templates):
+    for module in (*PARTS, *templates):
         scope |= definitions_of(module)
-    for source in (inspect.getsource(resident_tiles), *(change(inspect.getsource(x)) for x in templates), text):
+    for source in (*map(inspect.getsource, PARTS), *(change(inspect.getsource(x)) for x in templates), text):
         first = re.search(r"^@(gluon|triton)\.jit", source, re.MULTILINE)
         assert first is not None
         # Types of annotations need not be there.

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule
-from blockdiag.triton_kernels.dense import hopper_backward, hopper_forward
+from blockdiag.triton_kernels.dense import hopper_backward, hopper_eight_bit_forward, hopper_forward
 from blockdiag.triton_kernels.launch import plan as launch_plan
 from blockdiag.triton_kernels.launch.plan import Target
 from blockdiag.triton_kernels.paged import hopper_eight_bit_prompts, hopper_latent, hopper_prompts
@@ -20,7 +20,8 @@ PROMPTS = ("causal", "heads of 256")
 EIGHT_BIT_PROMPTS = ("e4m3, scales by token", "e4m3, many chunks")
 LATENT = ("decoding", "pages of 3, both sides")
 FORWARD = ("cross", "one_chunk", "causal", "wide_result", "three_halves", *(f"prompts, {name}" for name in PROMPTS))
-EIGHT_BIT_FORWARD = ("long_causal", "long_parts", "long_wide", "long_half")
+EIGHT_BIT_QUERIES = ("long_causal", "long_parts", "long_wide", "long_half")
+EIGHT_BIT_VALUES = ("long_values", "long_values_one_chunk", "long_values_e5m2", "long_values_many_chunks")
 BACKWARD = {
     "narrow": test_one_pass.FEW_PROGRAMS,
     "wide": test_one_pass.WIDE,
@@ -40,6 +41,8 @@ NOT_NEEDED = {
     # The partitions start together, with barriers that have been initialised.
     "fence_async_shared() of streamed_forward",
     "thread_barrier() of streamed_forward",
+    "fence_async_shared() of streamed_eight_bit_forward",
+    "thread_barrier() of streamed_eight_bit_forward",
     "fence_async_shared() of one_pass_backward",
     "thread_barrier() of one_pass_backward",
     "fence_async_shared() of paged_prompts",
@@ -52,6 +55,9 @@ NOT_NEEDED = {
     "tma.store_wait(0) of compute",
     # `finish_values` has a barrier, too, after the last use of the queries.
     "thread_barrier() of compute",
+    "thread_barrier() of finish_item",
+    # `finish_scores` waits, too.
+    "b_products = warpgroup_mma_wait(0, deps=[b_first]) of attend",
     # The interpreter runs one program after another, and the threads of a warp as one.
     "thread_barrier() of reduce (2)",
     "order_bulk_additions() of reduce",
@@ -90,7 +96,7 @@ def launch_of(template, name):
         return test_hopper_prompts.launch_of(test_hopper_prompts.PROBLEMS[name.removeprefix("prompts, ")])
     if template is hopper_latent:
         return test_hopper_latent.launch_of(test_hopper_latent.PROBLEMS[name])
-    if template is hopper_forward:
+    if template in (hopper_forward, hopper_eight_bit_forward):
         spec, arrays = test_streamed.launch_of(test_streamed.ALL_CASES[name])
     else:
         spec, arrays = test_one_pass.launch_of(BACKWARD[name])
@@ -99,6 +105,7 @@ def launch_of(template, name):
 
 TEMPLATES = [
     (hopper_forward, FORWARD),
+    (hopper_eight_bit_forward, EIGHT_BIT_VALUES),
     (hopper_backward, tuple(BACKWARD)),
     (hopper_prompts, PROMPTS),
     (hopper_eight_bit_prompts, EIGHT_BIT_PROMPTS),
@@ -108,7 +115,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize(
     ("template", "name"),
-    [(x, name) for x, names in (*TEMPLATES, (hopper_forward, EIGHT_BIT_FORWARD)) for name in names],
+    [(x, name) for x, names in (*TEMPLATES, (hopper_forward, EIGHT_BIT_QUERIES)) for name in names],
 )
 def test_accesses_of_shared_memory_are_ordered(template, name):
     plan, arrays = launch_of(template, name)

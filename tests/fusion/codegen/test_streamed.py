@@ -96,7 +96,7 @@ def launch_of(case):
     return spec, [np.asarray(x) for x in arrays]
 
 
-SEVERAL = ("cross", "wide", "narrow", "much_wider_values", "causal", "long_causal", "long_parts")
+SEVERAL = ("cross", "wide", "narrow", "much_wider_values", "causal", "long_causal", "long_parts", "long_values")
 # The delays, in seconds, of the partitions: the two compute groups, and load.
 SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE = (0, 0, 1e-2), (1e-2, 0, 0), (3e-3, 3e-3, 0)
 
@@ -147,5 +147,5 @@ def test_streamed_kernels_fit_hopper(name):
     assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
     kinds = set(re.findall(r"wgmma\.mma_async\S*f32\.(\w+)\.(\w+)", report.kernel.asm["ptx"]))
     short = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(ALL_CASES[name].dtype)
-    # Eight-bit products of queries and keys, and 16-bit products of weights and values.
-    assert (short is None or (short, short) in kinds) and len(kinds) == (1 if short is None else 2)
+    values = {"bfloat16": "bf16", "float16": "f16"}.get(ALL_CASES[name].region().value.dtype.name, short)
+    assert kinds == {(x, x) for x in (short or values, values)}

@@ -11,18 +11,18 @@ from blockdiag.fusion.ir.layout import layout_of
 from blockdiag.fusion.lowering.hopper import Place
 
 
-def template_source(module: str, names: str, lines: Sequence[str]) -> str:
+def template_source(names: Mapping[str, str], lines: Sequence[str]) -> str:
     """Return the text of a kernel module.
 
     Args:
-        module: the module of `triton_kernels.dense` with the template.
-        names: what it imports from there, comma-separated.
+        names: what it imports from modules of `triton_kernels.dense`, comma-separated.
     """
+    imports = "\n".join(f"from blockdiag.triton_kernels.dense.{module} import {x}" for module, x in names.items())
     head = f"""import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blockdiag.triton_kernels.dense.{module} import {names}
+{imports}
 
 {NAN_LINE}
 

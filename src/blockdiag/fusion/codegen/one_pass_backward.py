@@ -164,9 +164,8 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
         for one, part in zip(_descriptors(plan)[name], _parts(plan)[name], strict=True)
     )
     programs = programs_of(plan)
-    text = template_source(
-        "hopper_backward", "BackwardFunctions, BackwardShape, Matrices, one_pass_backward", own.writer.lines
-    )
+    names = "BackwardFunctions, BackwardShape, Matrices, one_pass_backward"
+    text = template_source({"hopper_backward": names}, own.writer.lines)
     source = Source(text, NAME, inputs, outputs, (programs, 1, 1))
     return HopperKernel(source, moved, pointers, None, programs, num_warps=8)
 

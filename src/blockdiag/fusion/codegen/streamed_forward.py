@@ -18,6 +18,7 @@ from blockdiag.fusion.ir.factors import NO_KEY, unmasked
 from blockdiag.fusion.ir.layout import shape_of
 from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Region
+from blockdiag.fusion.lowering.eight_bit import weight_unit
 from blockdiag.fusion.lowering.hopper import ROWS
 from blockdiag.fusion.lowering.streamed_schedule import Streamed, parts_of, streamed
 
@@ -105,6 +106,11 @@ def _scores(own: _Writer) -> None:
     own.returning("offsets", "place, r_q, r_c", f"{layout.base(region.batch)} + {rows_at} + r_c[None, :]")
 
 
+def _entry_of(plan: Streamed) -> str:
+    """Return the name of the template's entry function."""
+    return "streamed_eight_bit_forward" if plan.has_eight_bit_values else "streamed_forward"
+
+
 def _entry(own: _Writer) -> None:
     """Print the static properties and the kernel function."""
     plan, region, emit = own.plan, own.region, own.emit
@@ -124,7 +130,10 @@ def _entry(own: _Writer) -> None:
         "no_key": NO_KEY / own.writer.factor, "has_weight": region.weight is not None,
         "takes_turns": plan.takes_turns,
     }  # fmt: skip
-    emit(f"SHAPE = gl.constexpr(ForwardShape({', '.join(f'{name}={x!r}' for name, x in shape.items())}))")
+    kind = "ForwardShape"
+    if plan.has_eight_bit_values:
+        kind, shape["offset"] = "EightBitShape", math.log2(weight_unit(region))
+    emit(f"SHAPE = gl.constexpr({kind}({', '.join(f'{name}={x!r}' for name, x in shape.items())}))")
     emit()
     emit()
     # The names of the descriptors. Tiles with one part have no second one.
@@ -149,7 +158,7 @@ def _entry(own: _Writer) -> None:
     arrays = ", ".join(f"p_leaf{i}" for i in own.pointers) or "p_log_sum"
     lists = ", ".join(f"p_{x}" for x in _LISTS) if is_listed else "p_counter, p_counter"
     emit(
-        f"streamed_forward(Matrices({matrices}), {'p_output' if plan.is_wide else 'p_log_sum'}, ({arrays},), {lists}, "
+        f"{_entry_of(plan)}(Matrices({matrices}), {'p_output' if plan.is_wide else 'p_log_sum'}, ({arrays},), {lists}, "
         "p_log_sum, p_counter, FUNCTIONS, SHAPE)"
     )
 
@@ -186,9 +195,13 @@ def streamed_kernel(region: Region, tile: Tile, lists: Lists | None) -> HopperKe
     pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum", "counter")
     if plan.is_wide:
         pointers = ("output", *pointers)
-    text = template_source(
-        "hopper_forward", "ForwardFunctions, ForwardShape, Matrices, streamed_forward", own.writer.lines
-    )
+    names = {"hopper_forward": f"ForwardFunctions, ForwardShape, Matrices, {_entry_of(plan)}"}
+    if plan.has_eight_bit_values:
+        names = {
+            "hopper_forward": "ForwardFunctions, Matrices",
+            "hopper_eight_bit_forward": f"EightBitShape, {_entry_of(plan)}",
+        }
+    text = template_source(names, own.writer.lines)
     items = region.sizes["q"] // ROWS * cells_of(region, region.batch)
     source = Source(text, NAME, inputs, (*forward_outputs(region), counter), (items, 1, 1))
     return HopperKernel(source, moved, pointers, None, items, is_persistent=True)

@@ -77,7 +77,7 @@ def places_of(region: Region, query: Leaf, key: Leaf, **others: tuple[Any, ...])
     arrays: dict[str, tuple[Any, ...]] = {
         "query": (query.source.shape, query.dims, "q", query.features, query.source.dtype.itemsize),
         "key": (key.source.shape, key.dims, "k", key.features, key.source.dtype.itemsize),
-        "value": (region.value.shape, region.value_dims, "k", columns),
+        "value": (region.value.shape, region.value_dims, "k", columns, region.value.dtype.itemsize),
         "output": (shape_of(region.out_dims, sizes), region.out_dims, "q", columns),
     }
     found = {}

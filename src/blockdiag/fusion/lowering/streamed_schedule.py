@@ -3,7 +3,8 @@
 Programs are persistent: each takes one tile of queries after another. The schedule applies to a softmax of a function
 of one product and of per-query numbers. The softmax may be scaled by other per-query numbers. Biases of queries by keys
 are excluded, because the copy engine must move all operands of a tile. With lists of live tiles, masks may also read
-per-key numbers. Queries and keys have 16 bits or eight, and values have 16.
+per-key numbers. Queries and keys have 16 bits or eight. Values have 16,
+or eight as queries and keys have.
 """
 
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from blockdiag.common.dtype_table import KERNEL_FLOATS
 from blockdiag.fusion.analysis.tile_lists import Lists
 from blockdiag.fusion.ir.factors import has_keys, scores_of
 from blockdiag.fusion.ir.tile import Tile
@@ -74,8 +76,13 @@ class Streamed(OfProduct):
     takes_turns: bool
 
     @property
+    def has_eight_bit_values(self) -> bool:
+        """Whether values have eight bits, as queries and keys have."""
+        return is_eight_bit(self.region.value.dtype)
+
+    @property
     def is_wide(self) -> bool:
-        """Whether results are float32. Threads store these directly, without the copy engine."""
+        """Whether threads store results directly, without the copy engine, because they are wider than values."""
         return _is_wide(self.region)
 
     @property
@@ -129,7 +136,7 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
         lists=lists,
         # On an H100, turns gain 12% with 64 features, where products with keys are short. With 128 or 256, causal masks
         # gain 1% to 4%, full attention loses 1% to 9%, and soft caps lose 16%.
-        takes_turns=features <= 64 or (lists is not None and not is_costly),
+        takes_turns=not is_eight_bit(region.value.dtype) and (features <= 64 or (lists is not None and not is_costly)),
     )
 
 
@@ -148,17 +155,24 @@ def streamed_tile(region: Region) -> Tile | None:
     # Registers hold the scores of a chunk beside the accumulated results, and two chunks must fit into shared memory.
     tile = Tile(ROWS, 128 if features + columns <= 256 else 64)
     is_tiled = region.sizes["q"] % tile.rows == 0 and region.sizes["k"] % tile.columns == 0
-    query, key = found.query.source.dtype, found.key.source.dtype
-    multiplied = () if query == key and is_eight_bit(query) else (found.query, found.key)
-    has_narrow_operands = is_narrow(replace(region, dtype=region.value.dtype), *multiplied)
     is_stored = _is_wide(region) or region.dtype == region.value.dtype
-    return tile if is_known and is_tiled and has_narrow_operands and is_stored else None
+    return tile if is_known and is_tiled and _has_narrow_operands(found, tile) and is_stored else None
 
 
 def parts_of(width: int) -> tuple[int, ...]:
     """Return a head dimension in parts that are powers of two, largest first; it has at most two."""
     first = 1 << (width.bit_length() - 1)
     return (first,) if width == first else (first, width - first)
+
+
+def _has_narrow_operands(found: OfProduct, tile: Tile) -> bool:
+    """Return whether the copy engine and the tensor cores take the operands: 16 bits, or eight but for the values."""
+    query, key, value = found.query.source.dtype, found.key.source.dtype, found.region.value.dtype
+    is_short = query == key and is_eight_bit(query)
+    if is_eight_bit(value):
+        # Threads transpose chunks of 128 keys. Sums of values in shared memory leave no room for wider ones.
+        return is_short and tile.columns == 128 and found.region.dtype.name in KERNEL_FLOATS
+    return is_narrow(replace(found.region, dtype=value), *(() if is_short else (found.query, found.key)))
 
 
 def _score_without_masks(found: OfProduct) -> Node | None:
@@ -196,7 +210,7 @@ def _staging_of(found: OfProduct, features: int, columns: int) -> Literal["none"
 
 
 def _is_wide(region: Region) -> bool:
-    return region.dtype == np.float32
+    return region.dtype == np.float32 or is_eight_bit(region.value.dtype)
 
 
 def _slots(found: OfProduct, features: int, columns: int, chunk: int) -> tuple[int, int]:
@@ -205,8 +219,10 @@ def _slots(found: OfProduct, features: int, columns: int, chunk: int) -> tuple[i
     With two tiles of queries, those of the next item arrive while the last item is computed.
     """
     width = features * found.query.source.dtype.itemsize
-    once = ROWS * columns * 2 if _staging_of(found, features, columns) == "own" else 0
-    each = chunk * (width + columns * 2)
+    # Values of eight bits have as many bytes, because they are also there transposed; their sums have 32 bits.
+    is_short = is_eight_bit(found.region.value.dtype)
+    own = 4 if is_short else 2 if _staging_of(found, features, columns) == "own" else 0
+    once, each = ROWS * columns * own, chunk * (width + columns * 2)
     query_slots = 2 if once + 2 * ROWS * width + _FEWEST_SLOTS * each <= SHARED_BYTES else 1
     slots = (SHARED_BYTES - once - query_slots * ROWS * width) // each
     return query_slots, min(_MOST_SLOTS, slots)

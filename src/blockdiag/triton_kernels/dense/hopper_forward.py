@@ -18,7 +18,7 @@ Tiles have powers of two as sizes, so a head dimension of 96 or 192 is moved and
 128 + 64. The names of second parts end in "_more".
 
 Queries and keys may have eight bits. The tensor cores keep about 14 bits of the sums of such products, which is enough
-for 256 features. Values have 16 bits.
+for 256 features. Values have 16 bits; `hopper_eight_bit_forward` has the template for values of eight.
 
 The caller passes `FUNCTIONS`, generated for a region:
 
@@ -463,13 +463,52 @@ def attend(memory, arrays, place, numbers, query, query_more, number, count, mas
 
 
 @gluon.jit
+def finish_item(memory, matrices, p_output, p_log_sum, arrays, place, numbers, r_q, first, count, live, b_output,
+                b_more, b_largest, b_sum, GROUP: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+    """Store the group's results and log-sum-exps of an item whose first query is `first`, and free its queries.
+
+    `b_output` and `b_more` are the sums of weights times values, see `attend`.
+    """
+    COLUMNS: gl.constexpr = SHAPE.columns
+    COLUMNS_MORE: gl.constexpr = SHAPE.columns_more
+    # Rows without keys are 0.
+    is_empty = (b_sum == 0) | (live == 0)
+    b_factor = gl.where(is_empty, 0.0, 1.0 / b_sum)
+    if SHAPE.has_weight:
+        b_weight = FUNCTIONS.weight(numbers, arrays, place)
+    else:
+        b_weight = gl.full_like(b_factor, 1.0)
+    # Results are staged in the slot of the item's queries, or in a buffer that the last item's results have left.
+    if SHAPE.staging == "own":
+        free_query(memory, count, SHAPE)
+    elif SHAPE.staging == "none":
+        thread_barrier()
+        mbarrier.arrive(memory.query_empty.index(count % SHAPE.query_slots), count=1)
+    stage(memory, p_output, b_output, b_factor, b_weight, place, first, count, 0, memory.staging, GROUP, FUNCTIONS,
+          SHAPE)
+    if COLUMNS_MORE > 0:
+        stage(memory, p_output, b_more, b_factor, b_weight, place, first, count, COLUMNS, memory.staging_more,
+              GROUP, FUNCTIONS, SHAPE)
+    if SHAPE.staging != "none":
+        fence_async_shared()
+        thread_barrier()
+        row, column = FUNCTIONS.output_at(place, first)
+        tma_store(matrices.output, [row, column], staging_of(memory.staging, count, GROUP, SHAPE))
+        if COLUMNS_MORE > 0:
+            tma_store(matrices.output_more, [row, column + COLUMNS],
+                      staging_of(memory.staging_more, count, GROUP, SHAPE))
+    if SHAPE.staging == "query" and SHAPE.query_slots == 1:
+        free_query(memory, count, SHAPE)
+    b_log_sum = gl.where(is_empty, float("-inf"), (b_largest * SHAPE.unit + gl.log2(b_sum)) * LN_2)
+    gl.store(p_log_sum + (FUNCTIONS.row_at(place) + r_q), b_log_sum)
+
+
+@gluon.jit
 def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, FUNCTIONS: gl.constexpr,
             SHAPE: gl.constexpr):
     """Compute the results of 64 queries of each item."""
     HALF: gl.constexpr = SHAPE.rows // 2
     CHUNK: gl.constexpr = SHAPE.chunk
-    COLUMNS: gl.constexpr = SHAPE.columns
-    COLUMNS_MORE: gl.constexpr = SHAPE.columns_more
     # A product instruction sums 32 bytes of each operand.
     DEPTH: gl.constexpr = 256 // memory.query.dtype.primitive_bitwidth
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, DEPTH])
@@ -490,36 +529,8 @@ def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, 
         b_output, b_more, b_largest, b_sum = attend(memory, arrays, place, numbers, query, query_more, number, count,
                                                     masked, live, b_none, GROUP, FUNCTIONS, SHAPE)
         number += gl.maximum(live, 1)
-        # Rows without keys are 0.
-        is_empty = (b_sum == 0) | (live == 0)
-        b_factor = gl.where(is_empty, 0.0, 1.0 / b_sum)
-        if SHAPE.has_weight:
-            b_weight = FUNCTIONS.weight(numbers, arrays, place)
-        else:
-            b_weight = gl.full_like(b_factor, 1.0)
-        # Results are staged in the slot of the item's queries, or in a buffer that the last item's results have left.
-        if SHAPE.staging == "own":
-            free_query(memory, count, SHAPE)
-        elif SHAPE.staging == "none":
-            thread_barrier()
-            mbarrier.arrive(memory.query_empty.index(count % SHAPE.query_slots), count=1)
-        stage(memory, p_output, b_output, b_factor, b_weight, place, first, count, 0, memory.staging, GROUP, FUNCTIONS,
-              SHAPE)
-        if COLUMNS_MORE > 0:
-            stage(memory, p_output, b_more, b_factor, b_weight, place, first, count, COLUMNS, memory.staging_more,
-                  GROUP, FUNCTIONS, SHAPE)
-        if SHAPE.staging != "none":
-            fence_async_shared()
-            thread_barrier()
-            row, column = FUNCTIONS.output_at(place, first)
-            tma_store(matrices.output, [row, column], staging_of(memory.staging, count, GROUP, SHAPE))
-            if COLUMNS_MORE > 0:
-                tma_store(matrices.output_more, [row, column + COLUMNS],
-                          staging_of(memory.staging_more, count, GROUP, SHAPE))
-        if SHAPE.staging == "query" and SHAPE.query_slots == 1:
-            free_query(memory, count, SHAPE)
-        b_log_sum = gl.where(is_empty, float("-inf"), (b_largest * SHAPE.unit + gl.log2(b_sum)) * LN_2)
-        gl.store(p_log_sum + (FUNCTIONS.row_at(place) + r_q), b_log_sum)
+        finish_item(memory, matrices, p_output, p_log_sum, arrays, place, numbers, r_q, first, count, live, b_output,
+                    b_more, b_largest, b_sum, GROUP, FUNCTIONS, SHAPE)
         count += 1
         item, masked, live = next_item(memory, count)
     if SHAPE.staging != "none":

@@ -2,9 +2,7 @@
 
 It divides the work as `hopper_prompts` does. Three things differ:
 
-- Values are transposed, because eight-bit operands in shared memory must be contiguous along the reduction. `load`
-  reads four keys by four features of a staged chunk, and writes them as words of the transposed chunk. The order of
-  keys in a transposed chunk is the one in which threads have weights, so weights stay in their threads.
+- `load` transposes values, see `parts.transposed_tiles`.
 - Weights are rounded to e4m3. They are relative to the largest weight of the row, times a power of two that uses the
   whole range.
 - The tensor cores keep about 14 bits of their sums. So the products of each chunk are added to float32 sums.
@@ -38,7 +36,7 @@ from blockdiag.triton_kernels.dense.hopper_forward import (
     start_scores,
     write_number,
 )
-from blockdiag.triton_kernels.launch.gluon_names import reinterpret, thread_barrier
+from blockdiag.triton_kernels.launch.gluon_names import thread_barrier
 from blockdiag.triton_kernels.paged.arguments import PromptArrays, PromptScalars
 from blockdiag.triton_kernels.paged.hopper_prompts import (
     COPYING,
@@ -59,6 +57,7 @@ from blockdiag.triton_kernels.paged.hopper_prompts import (
 )
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 from blockdiag.triton_kernels.parts.resident_tiles import partial_sums
+from blockdiag.triton_kernels.parts.transposed_tiles import rounded, transpose_chunk
 
 # Weights are multiplied by 2 to this power: 256 is below 448, the largest number of e4m3.
 OFFSET = gl.constexpr(8.0)
@@ -118,56 +117,14 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def bytes_of(b_first, b_second, SELECTOR: gl.constexpr):
-    """Return words of the bytes that the digits of SELECTOR name, 0 to 3 in the first word and 4 to 7 in the second."""
-    return gl.inline_asm_elementwise(f"prmt.b32 $0, $1, $2, {SELECTOR};", "=r,r,r", [b_first, b_second],
-                                     dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def transpose_words(b_word):
-    """Return a chunk of values [keys, words of 4 features] as [features, words of 4 keys].
-
-    Word w of a result has keys 2 (w % 4), 2 (w % 4) + 1 of eight in sequence w // 4 of the first half, and then those
-    of the second half. Each thread has the four keys of its words.
-    """
-    KEYS: gl.constexpr = b_word.shape[0]
-    WORDS: gl.constexpr = b_word.shape[1]
-    b_word = gl.permute(gl.reshape(b_word, [2, KEYS // 16, 4, 2, WORDS]), (1, 2, 4, 0, 3))
-    b_even, b_odd = gl.split(b_word)
-    b_0, b_2 = gl.split(b_even)
-    b_1, b_3 = gl.split(b_odd)
-    b_low = bytes_of(b_0, b_1, 0x5140)
-    b_high = bytes_of(b_0, b_1, 0x7362)
-    b_low_later = bytes_of(b_2, b_3, 0x5140)
-    b_high_later = bytes_of(b_2, b_3, 0x7362)
-    b_first = gl.join(bytes_of(b_low, b_low_later, 0x5410), bytes_of(b_low, b_low_later, 0x7632))
-    b_second = gl.join(bytes_of(b_high, b_high_later, 0x5410), bytes_of(b_high, b_high_later, 0x7632))
-    b_word = gl.permute(gl.join(b_first, b_second), (2, 4, 3, 0, 1))
-    return gl.reshape(b_word, [WORDS * 4, KEYS // 4])
-
-
-@gluon.jit
 def turn_values(memory, number, SHAPE: gl.constexpr):
     """Transpose chunk `number` of values, once it has arrived and its slot is free."""
-    CHUNK: gl.constexpr = SHAPE.chunk
-    WORDS: gl.constexpr = SHAPE.columns // 4
-    HALVES: gl.constexpr = WORDS // 16
-    # Threads of a warp have different keys, so that their words of a transposed row are in different banks.
-    L: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [CHUNK // 2, 0]], [[2, 0], [4, 0], [8, 0], [16, 0], [32, 0]], [[0, 4], [0, 8]], [],
-        [CHUNK, 16])
     SLOTS: gl.constexpr = SHAPE.slots
     slot = number % SLOTS
     mbarrier.wait(memory.staged.index(slot), number // SLOTS % 2)
-    source = reinterpret(memory.value.index(slot), gl.int32, [CHUNK, WORDS],
-                         gl.SwizzledSharedLayout(4, 2, memory.value.layout.max_phase, [1, 0]))
-    target = reinterpret(memory.turned.index(slot), gl.int32, [SHAPE.columns, CHUNK // 4],
-                         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
     mbarrier.wait(memory.value_empty.index(slot), number // SLOTS % 2 ^ 1)
-    for i in gl.static_range(HALVES):
-        b_word = transpose_words(source.slice(i * 16, 16, 1).load(L))
-        target.slice(i * 64, 64).store(b_word)
+    transpose_chunk(memory.value.index(slot), memory.turned.index(slot),
+                    gl.SwizzledSharedLayout(4, 2, memory.value.layout.max_phase, [1, 0]))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(memory.value_full.index(slot), count=1)
@@ -270,16 +227,6 @@ def finish_scores(memory, numbers, b_products, number, at, masked, SHAPE: gl.con
 
 
 @gluon.jit
-def rounded(b_weights, R: gl.constexpr):
-    """Return weights as an operand of the value product, in the order of `transpose_words`; no data moves."""
-    ROWS: gl.constexpr = b_weights.shape[0]
-    KEYS: gl.constexpr = b_weights.shape[1]
-    b_weights = gl.permute(gl.reshape(b_weights, [ROWS, 2, KEYS // 16, 4, 2]), (0, 2, 3, 1, 4))
-    b_weights = gl.convert_layout(gl.reshape(b_weights, [ROWS, KEYS]), gl.DotOperandLayout(0, R, 4))
-    return b_weights.to(gl.float8e4nv)
-
-
-@gluon.jit
 def weigh(memory, numbers, b_products, number, at, masked, state, R: gl.constexpr,
           SHAPE: gl.constexpr):
     """Return the weights of chunk `number`, the factor of the sums before it, and the new state.
@@ -306,7 +253,7 @@ def weigh(memory, numbers, b_products, number, at, masked, state, R: gl.constexp
         b_scale = gl.maximum(gl.maximum(b_before, gl.max(gl.abs(b_power), 1) * (1.0 / LARGEST)), TINY)
         b_power = b_power * gl.expand_dims(1.0 / b_scale, 1)
         b_shrink = b_before / b_scale
-    return rounded(b_power, R), b_shrink, (b_largest, b_total, b_scale)
+    return rounded(b_power, R, memory.turned.dtype), b_shrink, (b_largest, b_total, b_scale)
 
 
 @gluon.jit
