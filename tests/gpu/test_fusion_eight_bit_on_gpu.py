@@ -50,10 +50,13 @@ def test_xla_takes_eight_bit_arrays(name):
     np.testing.assert_allclose(np.asarray(found, np.float32), case.exact(inputs), atol=2e-2)
 
 
-@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
-def test_streamed_kernel_of_many_keys_is_as_exact_as_written(width):
+WIDTHS = {"long_causal": (64, 96, 128, 192, 256), "long_values": (64, 128)}
+
+
+@pytest.mark.parametrize(("name", "width"), [(name, x) for name, widths in WIDTHS.items() for x in widths])
+def test_streamed_kernel_of_many_keys_is_as_exact_as_written(name, width):
     columns = 128 if width == 192 else width
-    case = EightBit(causal, sizes=(1, 2048, 4096, 4, 4, width, columns))
+    case = EightBit(causal, dtypes=CASES[name].dtypes, sizes=(1, 2048, 4096, 4, 4, width, columns))
     assert "fused_forward_streamed" in {kernel.source.name for kernel in kernel_choice.kernels(case.region())}
     assert_as_exact_as_written(case)
 
