@@ -128,8 +128,9 @@ def traced_launch_of(name):
     return found[0]
 
 
-# Accesses of local memory, once per item.
-KNOWN_SPILLS = {"sloped": 2}
+# Accesses of local memory. With values of eight bits and 128 columns, the sums, the products of a chunk and its scores
+# are in registers at a time.
+KNOWN_SPILLS = {"sloped": 2, "long_values": 42, "long_values_many_chunks": 29}
 
 
 @pytest.mark.every_case

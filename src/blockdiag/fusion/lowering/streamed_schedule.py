@@ -170,7 +170,7 @@ def _has_narrow_operands(found: OfProduct, tile: Tile) -> bool:
     query, key, value = found.query.source.dtype, found.key.source.dtype, found.region.value.dtype
     is_short = query == key and is_eight_bit(query)
     if is_eight_bit(value):
-        # Threads transpose chunks of 128 keys. Sums of values in shared memory leave no room for wider ones.
+        # Threads transpose chunks of 128 keys.
         return is_short and tile.columns == 128 and found.region.dtype.name in KERNEL_FLOATS
     return is_narrow(replace(found.region, dtype=value), *(() if is_short else (found.query, found.key)))
 
@@ -219,9 +219,8 @@ def _slots(found: OfProduct, features: int, columns: int, chunk: int) -> tuple[i
     With two tiles of queries, those of the next item arrive while the last item is computed.
     """
     width = features * found.query.source.dtype.itemsize
-    # Values of eight bits have as many bytes, because they are also there transposed; their sums have 32 bits.
-    is_short = is_eight_bit(found.region.value.dtype)
-    own = 4 if is_short else 2 if _staging_of(found, features, columns) == "own" else 0
+    own = 2 if _staging_of(found, features, columns) == "own" else 0
+    # Values of eight bits have as many bytes as others, because they are also there transposed.
     once, each = ROWS * columns * own, chunk * (width + columns * 2)
     query_slots = 2 if once + 2 * ROWS * width + _FEWEST_SLOTS * each <= SHARED_BYTES else 1
     slots = (SHARED_BYTES - once - query_slots * ROWS * width) // each

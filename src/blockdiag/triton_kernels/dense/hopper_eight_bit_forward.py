@@ -3,8 +3,7 @@
 It divides the work as `hopper_forward` does, and calls the same generated functions. Two things differ:
 
 - `load` has four warps, which transpose values: see `parts.transposed_tiles`.
-- The tensor cores keep about 14 bits of their sums. So every few chunks these are added to float32 sums in shared
-  memory.
+- The tensor cores keep about 14 bits of their sums. So the products of each chunk are added to float32 sums.
 
 Weights are relative to the largest one of the row, times a power of two that uses the range of their dtype.
 """
@@ -43,9 +42,6 @@ from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 from blockdiag.triton_kernels.parts.resident_tiles import partial_sums
 from blockdiag.triton_kernels.parts.transposed_tiles import rounded, transpose_chunk
 
-# Chunks whose value products the tensor cores add.
-TOGETHER = gl.constexpr(8)
-
 
 @dataclass(frozen=True, kw_only=True)
 class EightBitShape(ForwardShape):
@@ -64,7 +60,6 @@ class EightBitMemory(NamedTuple):
     Attributes:
         value, value_more: chunks of values as they are in memory; there is no second part.
         turned: transposed chunks of values.
-        sums: float32 sums of value products.
         staged: values have arrived. `value_full`: they have been transposed.
     """
 
@@ -75,7 +70,6 @@ class EightBitMemory(NamedTuple):
     value: Any
     value_more: Any
     turned: Any
-    sums: Any
     staging: Any
     tiles: Any
     items: Any
@@ -179,11 +173,12 @@ def weigh(memory, arrays, place, numbers, b_products, number, at, masked, b_last
 
 
 @gluon.jit
-def start_values(memory, b_weights, b_output, number, SHAPE: gl.constexpr):
+def start_values(memory, b_weights, b_zero, number, SHAPE: gl.constexpr):
     """Start the products of weights with the values of chunk `number`."""
     slot = number % SHAPE.slots
     mbarrier.wait(memory.value_full.index(slot), number // SHAPE.slots % 2)
-    return warpgroup_mma(b_weights, memory.turned.index(slot).permute((1, 0)), b_output, is_async=True)
+    return warpgroup_mma(b_weights, memory.turned.index(slot).permute((1, 0)), b_zero, use_acc=False,
+                           is_async=True)
 
 
 @gluon.jit
@@ -194,7 +189,7 @@ def free_values(memory, number, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def attend(memory, arrays, place, numbers, query, query_more, number, masked, live, b_none, GROUP: gl.constexpr,
+def attend(memory, arrays, place, numbers, query, query_more, number, masked, live, b_none,
            FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Attend to the chunks of an item, of which `number` is the first.
 
@@ -205,10 +200,8 @@ def attend(memory, arrays, place, numbers, query, query_more, number, masked, li
     R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, b_none.type.layout)
     OUT: gl.constexpr = gl.SliceLayout(1, R)
-    sums = memory.sums.index(GROUP)
-    b_output = gl.zeros([HALF, COLUMNS], gl.float32, R)
-    # The factor that the sums in shared memory need.
-    b_pending = gl.full([HALF], 1.0, gl.float32, OUT)
+    b_zero = gl.zeros([HALF, COLUMNS], gl.float32, R)
+    b_output = b_zero
     b_largest = gl.full([HALF], float("-inf"), gl.float32, ROW)
     b_total = partial_sums(b_none)
     visits = gl.maximum(live, 1)
@@ -221,29 +214,18 @@ def attend(memory, arrays, place, numbers, query, query_more, number, masked, li
             memory, arrays, place, numbers, b_products, number + at, at, masked, b_largest, b_total, R, FUNCTIONS,
             SHAPE)
         b_factor = gl.convert_layout(b_shrink, OUT)
-        b_output = b_output * gl.expand_dims(b_factor, 1)
-        b_pending = b_pending * b_factor
         b_next = start_scores(memory, query, query_more, number + at + 1, b_none, SHAPE)
-        b_output = start_values(memory, b_weights, b_output, number + at, SHAPE)
-        b_output, b_products = warpgroup_mma_wait(0, deps=[b_output, b_next])
+        b_part = start_values(memory, b_weights, b_zero, number + at, SHAPE)
+        b_part, b_products = warpgroup_mma_wait(0, deps=[b_part, b_next])
         free_values(memory, number + at, SHAPE)
-        if (at + 1) % TOGETHER == 0:
-            if at + 1 > TOGETHER:
-                b_output += sums.load(R) * gl.expand_dims(b_pending, 1)
-                # Threads write what they have read themselves. The compiler would put a barrier here anyway.
-                thread_barrier()
-            sums.store(b_output)
-            b_output = gl.zeros([HALF, COLUMNS], gl.float32, R)
-            b_pending = gl.full([HALF], 1.0, gl.float32, OUT)
+        b_output = b_output * gl.expand_dims(b_factor, 1) + b_part
     at = visits - 1
     b_weights, b_shrink, b_largest, b_total = weigh(
         memory, arrays, place, numbers, b_products, number + at, at, masked, b_largest, b_total, R, FUNCTIONS, SHAPE)
     b_factor = gl.convert_layout(b_shrink, OUT)
-    b_output = b_output * gl.expand_dims(b_factor, 1)
-    b_output = warpgroup_mma_wait(0, deps=[start_values(memory, b_weights, b_output, number + at, SHAPE)])
+    b_part = warpgroup_mma_wait(0, deps=[start_values(memory, b_weights, b_zero, number + at, SHAPE)])
     free_values(memory, number + at, SHAPE)
-    if visits > TOGETHER:
-        b_output += sums.load(R) * gl.expand_dims(b_pending * b_factor, 1)
+    b_output = b_output * gl.expand_dims(b_factor, 1) + b_part
     # Sums and weights have the same factor.
     UNIT: gl.constexpr = 2.0 ** -SHAPE.offset
     return b_output * UNIT, b_largest, gl.convert_layout(gl.sum(b_total, 1), ROW) * UNIT
@@ -271,7 +253,7 @@ def compute(memory, matrices, p_output, p_log_sum, arrays, GROUP: gl.constexpr, 
         query = memory.query.index(slot).slice(GROUP * HALF, HALF)
         query_more = memory.query_more.index(slot).slice(GROUP * HALF, HALF)
         b_output, b_largest, b_sum = attend(memory, arrays, place, numbers, query, query_more, number, masked, live,
-                                            b_none, GROUP, FUNCTIONS, SHAPE)
+                                            b_none, FUNCTIONS, SHAPE)
         number += gl.maximum(live, 1)
         finish_item(memory, matrices, p_output, p_log_sum, arrays, place, numbers, r_q, first, count, live, b_output, 0,
                     b_largest, b_sum, GROUP, FUNCTIONS, SHAPE)
@@ -287,17 +269,13 @@ def streamed_eight_bit_forward(matrices, p_output, arrays, p_counts, p_tiles, p_
     QUERY_SLOTS: gl.constexpr = SHAPE.query_slots
     CHUNK: gl.constexpr = SHAPE.chunk
     COLUMNS: gl.constexpr = SHAPE.columns
-    HALF: gl.constexpr = SHAPE.rows // 2
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     TURNED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=CHUNK, element_bitwidth=8, rank=2)
-    # Threads write pairs of numbers of four neighbouring rows at a time.
-    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     query_ring, query_more = make_ring(matrices.query, matrices.query_more, QUERY_SLOTS, SHAPE.rows,
                                        SHAPE.features_more > 0)
     key_ring, key_more = make_ring(matrices.key, matrices.key_more, SLOTS, CHUNK, SHAPE.features_more > 0)
     value_ring, value_more = make_ring(matrices.value, matrices.value_more, SLOTS, CHUNK, False)
     turned = gl.allocate_shared_memory(matrices.value.dtype, [SLOTS, COLUMNS, CHUNK], TURNED)
-    sums = gl.allocate_shared_memory(gl.float32, [2, HALF, COLUMNS], SUMS)
     items = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
     masked = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
     live = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], PLAIN)
@@ -305,7 +283,7 @@ def streamed_eight_bit_forward(matrices, p_output, arrays, p_counts, p_tiles, p_
     if SHAPE.is_listed:
         tiles = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], PLAIN)
     memory = EightBitMemory(
-        query_ring, query_more, key_ring, key_more, value_ring, value_more, turned, sums, query_ring, tiles, items,
+        query_ring, query_more, key_ring, key_more, value_ring, value_more, turned, query_ring, tiles, items,
         masked, live, make_barriers(QUERY_SLOTS, 1), make_barriers(QUERY_SLOTS, 2), make_barriers(SLOTS, 1),
         make_barriers(SLOTS, 2), make_barriers(SLOTS, 1), make_barriers(SLOTS, 1), make_barriers(SLOTS, 2),
         make_barriers(AHEAD, 1), make_barriers(AHEAD, 2),

@@ -23,10 +23,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from blockdiag.triton_kernels.dense.hopper_eight_bit_forward import free_values, start_values
 from blockdiag.triton_kernels.dense.hopper_forward import (
     AHEAD,
     WARPS,
@@ -254,22 +254,6 @@ def weigh(memory, numbers, b_products, number, at, masked, state, R: gl.constexp
         b_power = b_power * gl.expand_dims(1.0 / b_scale, 1)
         b_shrink = b_before / b_scale
     return rounded(b_power, R, memory.turned.dtype), b_shrink, (b_largest, b_total, b_scale)
-
-
-@gluon.jit
-def start_values(memory, b_weights, b_zero, number, SHAPE: gl.constexpr):
-    """Start the products of weights with the values of chunk `number`."""
-    slot = number % SHAPE.slots
-    mbarrier.wait(memory.value_full.index(slot), number // SHAPE.slots % 2)
-    return warpgroup_mma(b_weights, memory.turned.index(slot).permute((1, 0)), b_zero, use_acc=False,
-                           is_async=True)
-
-
-@gluon.jit
-def free_values(memory, number, SHAPE: gl.constexpr):
-    """Free the slot of chunk `number` of values, once its products have completed."""
-    thread_barrier()
-    mbarrier.arrive(memory.value_empty.index(number % SHAPE.slots), count=1)
 
 
 @gluon.jit
