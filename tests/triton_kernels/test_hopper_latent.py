@@ -44,7 +44,7 @@ PROBLEMS = {
         num_splits=1,
     ),
     "contiguous, fixed splits": dataclasses.replace(
-        BASE, has_page_table=False, num_pages=3, page_size=384, max_pages=1, num_splits=3, split_size=128
+        BASE, has_page_table=False, num_pages=3, page_size=390, max_pages=1, num_splits=4, split_size=128
     ),
     "float16, two key heads, lengths of queries": dataclasses.replace(
         BASE, query_tokens=3, key_heads=2, has_query_lengths=True,

@@ -191,12 +191,15 @@ def copy_keys(memory, arrays, scalars, SHAPE: gl.constexpr, TILE: gl.constexpr, 
 
 @gluon.jit
 def boxes_of(arrays, scalars, keys, key, span, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Return the rows in the pool of the boxes of a chunk. Of keys beyond the end, any that exist are loaded."""
+    """Return the rows in the pool of the boxes of a chunk, whose keys are counted from the start of the sequence.
+
+    Of keys beyond the end, any that exist are loaded.
+    """
     BOX: gl.constexpr = keys.block_shape[0]
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    o_key = gl.maximum(gl.minimum(key + gl.arange(0, TILE.keys // BOX, LINE) * BOX, span.end - 1), 0)
+    o_key = gl.maximum(gl.minimum(key + gl.arange(0, TILE.keys // BOX, LINE) * BOX, span.end - 1), 0) // BOX * BOX
     b_page = find_pages(arrays, scalars, o_key, span.end, span.sequence, SHAPE)
-    return pool_rows(scalars, b_page, o_key, span.end, SHAPE) // BOX * BOX
+    return pool_rows(scalars, b_page, o_key, span.end, SHAPE)
 
 
 @gluon.jit
