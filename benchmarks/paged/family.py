@@ -219,7 +219,9 @@ class Paged(Family):
         found = []
         for case in cases:
             if case.page_size == 64 and case.group in ("decode", "moba", "prompts", "moba_prompts"):
-                found.append((case, Implementation(THROUGH_JAX, "jax", _through_jax)))
+                # Several calls of one program would share the tables of prompts, which depend on lengths alone.
+                if case.group != "moba_prompts":
+                    found.append((case, Implementation(THROUGH_JAX, "jax", _through_jax)))
                 # Others have no causal mask that ends at the last of more keys than queries.
                 is_dense = case.query_tokens in (1, case.shape.kv_length)
                 if case.group != "moba" and case.cache == "bfloat16" and is_dense:
