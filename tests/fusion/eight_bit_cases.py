@@ -201,6 +201,8 @@ CASES = {
     "long_half": EightBit(full, dtypes=_HALF_RESULT, sizes=(*_LONG, 128, 128), streams=True),
     "long_scaled_heads": EightBit(scaled_heads, sizes=(*_LONG, 128, 128), streams=True),
     "long_values": EightBit(causal, dtypes=_E4M3, sizes=(*_LONG, 128, 128), streams=True),
+    # Its columns are in two parts, which are not transposed.
+    "long_values_ninety_six": EightBit(causal, dtypes=_E4M3, sizes=(*_LONG, 96, 96)),
     "long_values_e5m2": EightBit(full, "float8_e5m2", _E5M2, (*_LONG, 64, 64), streams=True),
     "long_values_one_chunk": EightBit(full, dtypes=_E4M3, sizes=(2, 256, 128, 2, 2, 64, 64), streams=True),
     "long_values_many_chunks": EightBit(full, dtypes=_E4M3, sizes=(1, 256, 2304, 1, 1, 64, 128), streams=True),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +16,12 @@ from blockdiag.triton_kernels.launch import private_triton
 from blockdiag.triton_kernels.launch.compile import KernelCompileError, compile_plan
 from blockdiag.triton_kernels.launch.plan import CompileOptions, Target
 from blockdiag.triton_kernels.moba.plans import MoBALaunch
+from blockdiag.triton_kernels.paged.plans import launches
 from tests.fusion.codegen.test_plans import launches_of
 from tests.fusion.resident_cases import CASES
 from tests.interop.bridge_kernels import AddSpec
 from tests.triton_kernels.test_moba_plans import BASE
+from tests.triton_kernels.test_paged_plans import PROBLEMS as PAGED
 
 TARGET = Target.for_arch(90)
 PRIVATE = re.compile(
@@ -174,13 +177,17 @@ def test_compile_of_a_broken_kernel_keeps_the_hook(fresh_probes, monkeypatch):
 )
 def test_plans_with_unknown_gluon_names_use_plain_triton_kernels(names, fresh_probes, monkeypatch):
     launch = MoBALaunch(BASE, "blocks_forward", heads=(16, 16))
+    paged = [launches(PAGED[name])[0] for name in ("latent, 64 heads", "prompts beside other sequences")]
     fused = [x for x in launches_of(CASES["narrow"].region()).values() if x.on_hopper is not None]
     elsewhere = [x for x in fused if x.on_hopper.source != x.source]
-    assert launch.plan(TARGET).kernel.is_gluon() and elsewhere
+    assert all(x.plan(TARGET).kernel.is_gluon() for x in (launch, *paged)) and elsewhere
     assert all(x.plan(TARGET).kernel.is_gluon() for x in fused)
     monkeypatch.setattr(private_triton, "_GLUON_NAMES", private_triton._GLUON_NAMES | names)
     private_triton._probe_gluon.cache_clear()
-    assert not launch.plan(TARGET).kernel.is_gluon()
+    for module in ("hopper_latent", "hopper_prompts"):
+        # Its names may be missing, so it must not be imported.
+        monkeypatch.setitem(sys.modules, f"blockdiag.triton_kernels.paged.{module}", None)
+    assert not any(x.plan(TARGET).kernel.is_gluon() for x in (launch, *paged))
     assert not any(x.plan(TARGET).kernel.is_gluon() for x in elsewhere)
     found = feature("Gluon kernels for Hopper")
     assert not found.is_fast and found.detail.startswith("plain Triton kernels are used: Triton ")

@@ -219,7 +219,10 @@ def test_unfusible_spellings_are_named_in_the_error(function, words):
 @pytest.mark.parametrize(
     ("dtypes", "words"),
     [
-        (("float32", "float32", "int8"), "take values of bfloat16, float16, float32, got int8"),
+        (
+            ("float32", "float32", "int8"),
+            "take values of bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, got int8",
+        ),
         (("float32", "bfloat16", "bfloat16"), "got bfloat16 and float32"),
         (("int32", "int32", "float32"), "int8, got int32"),
     ],

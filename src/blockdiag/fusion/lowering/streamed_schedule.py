@@ -170,8 +170,9 @@ def _has_narrow_operands(found: OfProduct, tile: Tile) -> bool:
     query, key, value = found.query.source.dtype, found.key.source.dtype, found.region.value.dtype
     is_short = query == key and is_eight_bit(query)
     if is_eight_bit(value):
-        # Threads transpose chunks of 128 keys.
-        return is_short and tile.columns == 128 and found.region.dtype.name in KERNEL_FLOATS
+        # Threads transpose chunks of 128 keys, all columns at a time.
+        is_whole = len(parts_of(count_of(found.region, value_columns(found.region)))) == 1
+        return is_short and is_whole and tile.columns == 128 and found.region.dtype.name in KERNEL_FLOATS
     return is_narrow(replace(found.region, dtype=value), *(() if is_short else (found.query, found.key)))
 
 

@@ -35,10 +35,12 @@ _DRIVER_ELEMENT_TYPES = {number: number for number in range(8)} | {8: 10, 9: 8, 
 _GLUON_NAMES = {
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.language": (
+        "DistributedLinearLayout",
         "DotOperandLayout",
         "NVMMADistributedLayout",
         "NVMMASharedLayout",
         "allocate_shared_memory",
+        "inline_asm_elementwise",
         "shared_memory_descriptor",
         "thread_barrier|barrier",
         "warp_specialize",
@@ -416,6 +418,10 @@ def _probe_gluon() -> str | None:
         for name in names:
             if not any(hasattr(found, alternative) for alternative in name.split("|")):
                 return f"Triton {_version_text()} has no {name.replace('|', ' or ')} in {module}"
+    from triton.experimental.gluon.language import shared_memory_descriptor
+
+    if not any(hasattr(shared_memory_descriptor, name) for name in ("reinterpret", "_reinterpret")):
+        return f"Triton {_version_text()} has no views of shared memory with another dtype"
     if tma_addition() is None:
         return f"Triton {_version_text()} has no addition by the copy engine"
     return None

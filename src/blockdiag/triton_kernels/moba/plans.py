@@ -49,7 +49,7 @@ from blockdiag.triton_kernels.moba.configs import (
     key_tiles,
     span_rows,
 )
-from blockdiag.triton_kernels.paged.plans import PagedLaunch
+from blockdiag.triton_kernels.paged.plans import PagedLaunch, require_dtypes
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 Kind = Literal[
@@ -192,7 +192,13 @@ class MoBALaunch:
         return tuple(map(self._array_spec, self.output_names))
 
     def plan(self, target: Target) -> LaunchPlan:
-        """Return the launch plan for `target`."""
+        """Return the launch plan for `target`.
+
+        Raises:
+            NotImplementedError: the target cannot convert the dtype of the cache.
+        """
+        if self.cache is not None:
+            require_dtypes(target.arch, self.cache.key_dtype, self.cache.value_dtype)
         module, name = _KINDS[self.kind].module, self.name
         hopper = None if self.is_portable else hopper_config(self.problem, self.kind, target.arch)
         if hopper is not None:

@@ -35,7 +35,7 @@ from blockdiag.triton_kernels.moba_paged.arguments import (
 )
 from blockdiag.triton_kernels.moba_paged.prompts import PromptLaunch, is_prompt, prompt_steps
 from blockdiag.triton_kernels.paged import plans as paged
-from blockdiag.triton_kernels.paged.plans import PagedLaunch
+from blockdiag.triton_kernels.paged.plans import PagedLaunch, require_dtypes
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 Kind = Literal["scores", "choose", "blocks"]
@@ -179,7 +179,13 @@ class MoBAPagedLaunch:
         return PagedLaunch(call, "merge").array_spec(name)
 
     def plan(self, target: Target) -> LaunchPlan:
-        """Return the launch plan for `target`."""
+        """Return the launch plan for `target`.
+
+        Raises:
+            NotImplementedError: the target cannot convert a dtype of the call.
+        """
+        call = self.problem.paged
+        require_dtypes(target.arch, call.query_dtype, call.key_dtype, call.value_dtype)
         match self.kind:
             case "scores":
                 return self._scores_plan()

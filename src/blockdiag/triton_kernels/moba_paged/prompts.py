@@ -29,7 +29,7 @@ from blockdiag.triton_kernels.moba.configs import FEWEST_HALVED_BLOCKS
 from blockdiag.triton_kernels.moba.plans import MoBALaunch
 from blockdiag.triton_kernels.moba.steps import choice_steps, forward_steps, list_steps
 from blockdiag.triton_kernels.moba_paged.arguments import TableArrays, TableScalars
-from blockdiag.triton_kernels.paged.plans import PagedLaunch
+from blockdiag.triton_kernels.paged.plans import PagedLaunch, require_dtypes
 
 # Fewest queries of a sequence for which blocks are read once for all of their queries. It is the number of rows of a
 # tile. An estimate, not a measurement: with 64 queries, 32 heads and 1,024 blocks, both ways read about 1 GB.
@@ -135,9 +135,15 @@ class PromptLaunch:
         return self.problem.paged
 
     def plan(self, target: Target) -> LaunchPlan:
-        """Return the launch plan for `target`."""
-        del target
-        return self._tables_plan() if self.kind == "tables" else self._widen_plan()
+        """Return the launch plan for `target`.
+
+        Raises:
+            NotImplementedError: the target cannot convert the dtype of the queries.
+        """
+        if self.kind == "tables":
+            return self._tables_plan()
+        require_dtypes(target.arch, self._call.query_dtype)
+        return self._widen_plan()
 
     def _tables_plan(self) -> LaunchPlan:
         from blockdiag.triton_kernels.moba_paged.prompt_kernels import moba_paged_tables

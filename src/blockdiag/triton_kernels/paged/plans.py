@@ -4,7 +4,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from blockdiag.common.dtype_table import EIGHT_BIT_DTYPES, EIGHT_BIT_FLOATS, KERNEL_FLOATS, lacking_dtype
+from blockdiag.common.dtype_table import (
+    EIGHT_BIT_DTYPES,
+    EIGHT_BIT_FLOATS,
+    ELEMENT_TYPES,
+    KERNEL_FLOATS,
+    lacking_dtype,
+)
 from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.launch.compiler_versions import adjusted
 from blockdiag.triton_kernels.launch.plan import (
@@ -19,6 +25,7 @@ from blockdiag.triton_kernels.launch.plan import (
     array_group,
     scalar_group,
 )
+from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
 from blockdiag.triton_kernels.paged.arguments import (
     Entries,
     MergeArrays,
@@ -109,6 +116,19 @@ def takes_cache(
     return None
 
 
+def require_dtypes(arch: int, *dtypes: str) -> None:
+    """Check that an architecture converts these dtypes.
+
+    Raises:
+        NotImplementedError: it does not; the message says what to do.
+    """
+    if lacking := lacking_dtype(arch, *dtypes):
+        raise NotImplementedError(
+            f"{lacking} needs compute capability {ELEMENT_TYPES[lacking].first_arch / 10} or higher, and this GPU has "
+            f"{arch / 10}; use float8_e5m2, or implementation='xla'"
+        )
+
+
 def _kind_of(dtype: str) -> Any:
     """Return Triton's dtype for an eight-bit dtype, or None for a wider one."""
     import triton.language as tl
@@ -127,7 +147,7 @@ def _hopper_kernel(problem: PagedProblem, target: Target) -> Literal[8, 16] | No
     """Return the bits of the operands of the kernel for Hopper that computes prompts, or None."""
     dtypes = {problem.query_dtype, problem.key_dtype, problem.value_dtype}
     if not (
-        target.arch == 90
+        has_hopper_kernels(target.arch)
         and problem.has_value_pages
         and problem.head_dim == problem.value_dim
         and problem.group_size <= 128
@@ -147,7 +167,7 @@ def _hopper_kernel(problem: PagedProblem, target: Target) -> Literal[8, 16] | No
 def _is_latent_on_hopper(problem: PagedProblem, target: Target) -> bool:
     """Return whether the kernel for latent caches on Hopper computes the splits of a call."""
     return (
-        target.arch == 90
+        has_hopper_kernels(target.arch)
         and not problem.has_value_pages
         and (problem.head_dim, problem.value_dim) == (576, 512)
         and problem.query_dtype == problem.key_dtype
@@ -394,15 +414,16 @@ class PagedLaunch:
 
     def _split_plan(self, target: Target) -> LaunchPlan:
         from blockdiag.triton_kernels.paged.attention import paged_splits
-        from blockdiag.triton_kernels.paged.hopper_latent import latent_splits
 
         problem, few = self._own, self.problem.few_queries
-        if lacking_dtype(target.arch, problem.query_dtype, problem.key_dtype, problem.value_dtype):
-            raise NotImplementedError(
-                f"float8_e4m3fn needs compute capability 8.9 or higher, and this GPU has {target.arch / 10}; use "
-                "float8_e5m2, or implementation='xla'"
-            )
+        require_dtypes(target.arch, problem.query_dtype, problem.key_dtype, problem.value_dtype)
+        kernel: Any = paged_splits
         is_latent = not self.is_portable and _is_latent_on_hopper(self.problem, target)
+        if is_latent:
+            # Imported here, because other Triton versions may lack Gluon's names.
+            from blockdiag.triton_kernels.paged.hopper_latent import latent_splits
+
+            kernel = latent_splits
         config = LATENT if is_latent else split_config(problem, target.arch)
         config = adjusted(config, ADJUSTMENTS, problem, self.kind, target.arch)
         rows = problem.query_tokens * problem.group_size
@@ -459,7 +480,7 @@ class PagedLaunch:
         )
         return LaunchPlan(
             name=self.name,
-            kernel=latent_splits if is_latent else paged_splits,
+            kernel=kernel,
             grid=(problem.batch, problem.key_heads, parts) if is_long else (parts, problem.key_heads, problem.batch),
             inputs=self.inputs,
             outputs=self.outputs,
