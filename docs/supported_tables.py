@@ -207,6 +207,7 @@ def _append() -> list[Row]:
         Row("8-bit cache, 16-bit keys", {dtype: of("bfloat16", dtype) for dtype in EIGHT_BIT_DTYPES}),
         Row("8-bit cache, float32 keys", {dtype: of("float32", dtype) for dtype in EIGHT_BIT_DTYPES}),
         Row("H", _changed(usual, "head_dim", (1, 3, 64, 80, 256, 512, 1024, 1025))),
+        Row("latent caches", _flag(usual, has_values=False, value_dim=0)),
         Row("packed tokens", _flag(usual, query_tokens=None, has_query_lengths=True)),
         Row("rotary embedding", _flag(usual, rotary=rotary)),
         Row("rotary tables", {t: replace(usual, rotary=replace(rotary, table_dtype=t)) for t in FLOATS}),

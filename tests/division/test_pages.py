@@ -179,16 +179,30 @@ def appended(batch, form):
     rows = "data" if is_contiguous else None
     specs = dict.fromkeys(("key_pages", "value_pages", "key_scale", "key_centroids"), P(rows, None, "model"))
     new = P(None, "model") if "packed" in form else P(rows, None, "model")
-    return arrays, specs | {"key": new, "value": new}
+    specs |= {"key": new, "value": new}
+    for name in ("value", "value_pages") if "latent" in form else ():
+        del arrays[name], specs[name]
+    return arrays, specs
 
 
-def append(page_table=None, cos=None, sin=None, **arrays):
-    return append_to_pages(page_table=page_table, rotary=Rotary(cos, sin, per_token=True), block_size=16, **arrays)
+def append(cos=None, sin=None, **arrays):
+    absent = dict.fromkeys(("page_table", "value", "value_pages"))
+    return append_to_pages(**absent | arrays, rotary=Rotary(cos, sin, per_token=True), block_size=16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "form", ["table", "contiguous", "table, packed", "contiguous, packed", "table, int8", "contiguous, packed, int8"]
+    "form",
+    [
+        "table",
+        "contiguous",
+        "table, packed",
+        "contiguous, packed",
+        "table, int8",
+        "contiguous, packed, int8",
+        "table, latent",
+        "contiguous, packed, latent",
+    ],
 )
 @pytest.mark.division("batch", "heads", operation="append")
 def test_append_in_every_form_is_partitioned(form, kind):

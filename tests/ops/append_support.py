@@ -63,6 +63,7 @@ class AppendCase:
         key_dtype, value_dtype: dtypes of the pages; None for that of the key.
         key_scale, value_scale: None, the form of a given scale ("number", "scalar" or "head"), or "token" for scales
             that are computed and written to pages.
+        is_latent: whether there are keys alone.
         block_size: keys of a block whose mean is maintained, or None.
         magnitude: the magnitude of keys and values.
     """
@@ -82,9 +83,15 @@ class AppendCase:
     key_scale: Literal["number", "scalar", "head", "token"] | None = None
     value_scale: Literal["number", "scalar", "head", "token"] | None = None
     rotary: RotaryCase | None = None
+    is_latent: bool = False
     block_size: int | None = None
     max_blocks: int = 6
     magnitude: float = 1.0
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return what is appended."""
+        return ("key",) if self.is_latent else ("key", "value")
 
     @property
     def batch(self) -> int:
@@ -105,7 +112,7 @@ class AppendCase:
         """Return every array argument of a call as a NumPy array; pages hold poison where they have no keys."""
         generator = np.random.default_rng(seed)
         arguments: dict[str, Any] = {}
-        sizes = {"key": self.head_dim, "value": self.value_dim}
+        sizes = {name: {"key": self.head_dim, "value": self.value_dim}[name] for name in self.parts}
         dtypes = {"key": self.key_dtype or self.dtype, "value": self.value_dtype or self.dtype}
         for name, size in sizes.items():
             x = generator.normal(size=(*self.tokens_shape, self.key_heads, size)) * self.magnitude
@@ -135,7 +142,7 @@ class AppendCase:
             shape = (self.batch, self.max_blocks, self.key_heads, self.head_dim)
             arguments["key_centroids"] = np.full(shape, np.nan, np.float32)
         self._fill(arguments, generator)
-        for name in ("key", "value"):
+        for name in self.parts:
             if self.__getattribute__(f"{name}_scale") == "token":
                 scale = arguments[f"{name}_scale"]
                 pages = arguments[f"{name}_pages"]
@@ -148,10 +155,11 @@ class AppendCase:
         for sequence, length in enumerate(self.before):
             for position in range(length):
                 page, offset = place_of(arguments, sequence, position)
-                for name in ("key_pages", "value_pages"):
-                    row = arguments[name][page, offset]
+                for name in self.parts:
+                    pages = arguments[f"{name}_pages"]
+                    row = pages[page, offset]
                     unit = 40 if row.dtype.name in INTEGERS else 1
-                    arguments[name][page, offset] = _rounded(unit * generator.normal(size=row.shape), row.dtype.name)
+                    pages[page, offset] = _rounded(unit * generator.normal(size=row.shape), row.dtype.name)
 
     def rotary_argument(self, seed: int = 1) -> Rotary | None:
         """Return random tables (cos² + sin² is not 1) and positions."""
@@ -193,6 +201,7 @@ class AppendCase:
     def written(self) -> tuple[str, ...]:
         """Return the names of the results."""
         is_written = {
+            "value_pages": not self.is_latent,
             "key_scale": self.key_scale == "token",
             "value_scale": self.value_scale == "token",
             "key_centroids": self.block_size is not None,
@@ -205,9 +214,9 @@ def _compiled(case: AppendCase, implementation: str | None) -> Callable[..., tup
     return compiled_quickly(case.append(implementation))
 
 
-def call(*, page_table: Any = None, **arguments: Any) -> tuple[jax.Array, ...]:
-    """Call `append_to_pages` with every argument by name, and without a table for a contiguous cache."""
-    return append_to_pages(page_table=page_table, **arguments)
+def call(**arguments: Any) -> tuple[jax.Array, ...]:
+    """Call `append_to_pages` with every argument by name; a table, and values, may be absent."""
+    return append_to_pages(**dict.fromkeys(("page_table", "value", "value_pages")) | arguments)
 
 
 def place_of(arguments: dict[str, Any], sequence: int, position: int) -> tuple[int, int] | None:
@@ -244,7 +253,7 @@ def exact_append(case: AppendCase, arguments: dict[str, Any]) -> dict[str, np.nd
         place = place_of(arguments, sequence, position)
         if place is None:
             continue
-        for name in ("key", "value"):
+        for name in case.parts:
             for head in range(case.key_heads):
                 x = arguments[name][row][head].astype(np.float64)
                 if name == "key":

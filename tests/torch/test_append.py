@@ -37,7 +37,8 @@ def arguments_of(case, arrays, device="cpu"):
     """Return the arguments of the public function as tensors, from a case's NumPy arrays."""
     tensors = {name: to_tensor(x, device) if isinstance(x, np.ndarray) else x for name, x in arrays.items()}
     rotary = to_torch_rotary(case.rotary_argument(), device)
-    return {"page_table": None, "rotary": rotary, "block_size": case.block_size} | tensors
+    absent = dict.fromkeys(("page_table", "value", "value_pages"))
+    return absent | {"rotary": rotary, "block_size": case.block_size} | tensors
 
 
 def operator_arguments(*, rotary=None, key_scale=None, value_scale=None, **arguments):
@@ -76,6 +77,8 @@ def check(case, append, arrays=None):
         "rotary by token, 16-bit tables",
         "int8, computed scales",
         "int8, scales of heads, contiguous",
+        "latent",
+        "latent, packed, e4m3, computed scales, centroids",
     ],
 )
 def test_results_are_exact(name):

@@ -55,6 +55,10 @@ PROBLEMS = {
         tokens=8192, query_tokens=256, rotary=ROTARY, block_size=96, max_blocks=64, key_dtype="int8",
         value_dtype="int8", key_scale="token", value_scale="token",
     ),
+    "latent, e4m3, computed scales": problem_of(
+        key_heads=1, head_dim=576, has_values=False, value_dim=0, key_dtype="float8_e4m3fn",
+        value_dtype="float8_e4m3fn", key_scale="token",
+    ),
     "odd sizes, float16, contiguous": problem_of(
         tokens=4096, query_tokens=128, dtype="float16", key_dtype="float16", value_dtype="float8_e4m3fn", head_dim=71,
         value_dim=576, page_size=1000, max_pages=1, num_pages=32, has_page_table=False,
@@ -75,6 +79,8 @@ PROBLEMS = {
         ("prefill, rotary, centroids, int8", 80),
         ("prefill, rotary, centroids, int8", 90),
         ("prefill, rotary, centroids, int8", 100),
+        ("latent, e4m3, computed scales", 90),
+        ("latent, e4m3, computed scales", 100),
         ("odd sizes, float16, contiguous", 100),
     ],
 )

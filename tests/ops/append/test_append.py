@@ -97,6 +97,15 @@ CASES = {
     "centroids, contiguous, scales of heads": AppendCase(
         before=(7, 14), new=(2, 2), page_size=None, block_size=16, max_blocks=1, key_dtype=E5M2, key_scale="head"
     ),
+    "latent": AppendCase(before=(3, 15), new=(4, 1), key_heads=1, is_latent=True, head_dim=12, page_size=3),
+    "latent, packed, e4m3, computed scales, centroids": AppendCase(
+        before=(7, 2, 0), new=(10, 6, 3), layout="packed", padding=1, key_heads=1, is_latent=True, key_dtype=E4M3,
+        key_scale="token", block_size=4,
+    ),
+    "latent, contiguous, int8, rotary": AppendCase(
+        before=(3, 15), new=(4, 2), is_latent=True, key_dtype="int8", key_scale="head", page_size=None, dtype="float16",
+        rotary=RotaryCase(),
+    ),
     "centroids of single keys": AppendCase(before=(1, 0), new=(2, 2), block_size=1, max_blocks=3),
 }  # fmt: skip
 
@@ -464,6 +473,9 @@ MISTAKES = {
     "dtype of key": (dict(key=array(2, 3, 2, 8, dtype="int32")), "`key` must have one of the dtypes"),
     "dtype of pages": (dict(key_pages=array(5, 4, 2, 8, dtype="bfloat16")), "`key_pages` must have one of the dtypes"),
     "heads of pages": (dict(value_pages=array(5, 4, 1, 6)), r"`value_pages` must have shape \[P, page_size, 2, 6\]"),
+    "values without pages": (dict(value_pages=None), "`value` and `value_pages` belong together"),
+    "pages without values": (dict(value=None), "`value` and `value_pages` belong together"),
+    "scale of no values": (dict(value=None, value_pages=None, value_scale=2.0), "`value_scale` must be None"),
     "pages of value": (dict(value_pages=array(6, 4, 2, 6)), "`value_pages` must have the pages of `key_pages`"),
     "rows of table": (dict(page_table=array(3, 2, dtype="int32")), "`page_table` must have shape"),
     "page number": (dict(page_table=jnp.asarray([[0, 1], [2, 5]], jnp.int32)), r"page numbers in \[0, 5\)"),

@@ -25,9 +25,9 @@ from blockdiag.ops.append.problem import APPEND, AppendArrays, AppendProblem
 
 def append_to_pages(
     key: Float[Array, "*tokens K H"],
-    value: Float[Array, "*tokens K V"],
+    value: Float[Array, "*tokens K V"] | None,
     key_pages: Real[Array, "P page_size K H"],
-    value_pages: Real[Array, "P page_size K V"],
+    value_pages: Real[Array, "P page_size K V"] | None,
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     *,
@@ -64,7 +64,8 @@ def append_to_pages(
     Args:
         key, value: [B, T, K, H] and [B, T, K, V], T new tokens of each sequence; or packed [rows, K, H] and
             [rows, K, V] with `query_offsets`. Both have the same dtype: float16, bfloat16, float32, float64,
-            float8_e4m3fn or float8_e5m2.
+            float8_e4m3fn or float8_e5m2. `value` and `value_pages` are None for a latent cache, whose values are
+            columns of its keys.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V]. Each has the dtype of `key` or
             an 8-bit dtype, float8_e4m3fn, float8_e5m2 or int8. int8 needs a scale, and keys of at least 16 bits.
         page_table: int32 [B, max_pages], page numbers. Known entries are checked; outside `jax.jit` the check waits
@@ -92,7 +93,7 @@ def append_to_pages(
             on a CPU "triton" runs in a slow interpreter. A sequence selects the first that supports the call.
 
     Returns:
-        Every array that is written, in the order of the arguments: key_pages, value_pages, then key_scale and
+        Every array that is written, in the order of the arguments: key_pages, value_pages if given, then key_scale and
         value_scale where they are pages, then key_centroids where they were given.
 
     Raises:
@@ -116,12 +117,11 @@ def append_to_pages(
         >>> [tuple(map(int, place)) for place in jnp.argwhere(key_pages[:, :, 0, 0] == 1)]
         [(0, 0), (1, 0)]
     """
-    key, value = jnp.asarray(key), jnp.asarray(value)
     arrays: dict[str, Any] = dict(
-        key=key,
-        value=value,
+        key=jnp.asarray(key),
+        value=None if value is None else jnp.asarray(value),
         key_pages=jnp.asarray(key_pages),
-        value_pages=jnp.asarray(value_pages),
+        value_pages=None if value_pages is None else jnp.asarray(value_pages),
         page_table=page_table,
         kv_lengths=kv_lengths,
         query_lengths=query_lengths,
@@ -182,7 +182,10 @@ def _on_device(call: Call, part: Part) -> Any:
 
 def _canonical(problem: AppendProblem, part: Part, arrays: dict[str, Any]) -> AppendArrays:
     """Return the arrays of the canonical call."""
-    key, value = (arrays[name].reshape(problem.tokens, *arrays[name].shape[-2:]) for name in ("key", "value"))
+    key, value = (
+        None if arrays[name] is None else arrays[name].reshape(problem.tokens, *arrays[name].shape[-2:])
+        for name in ("key", "value")
+    )
     query_lengths, offsets, sequences, first_rows = arrays["query_lengths"], arrays["query_offsets"], None, None
     if offsets is not None:
         offsets = jax.lax.cummax(jnp.clip(offsets, 0, problem.tokens))

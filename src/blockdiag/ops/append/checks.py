@@ -40,7 +40,8 @@ def describe_append_call(
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
     """
-    _check_operands(key, value, key_pages, value_pages)
+    has_values = value is not None or value_pages is not None
+    _check_operands(key, value, key_pages, value_pages, value_scale)
     validation.check_int32("kv_lengths", kv_lengths, "1")
     batch = kv_lengths.shape[0]
     _check_sequences(key, batch, query_lengths, query_offsets)
@@ -54,31 +55,43 @@ def describe_append_call(
         query_tokens=key.shape[1] if query_offsets is None else None,
         key_heads=key_heads,
         head_dim=key.shape[-1],
-        value_dim=value.shape[-1],
+        value_dim=value.shape[-1] if has_values else 0,
         dtype=dtype_name(key.dtype),
         key_dtype=dtype_name(key_pages.dtype),
-        value_dtype=dtype_name(value_pages.dtype),
+        value_dtype=dtype_name((value_pages if has_values else key_pages).dtype),
         num_pages=num_pages,
         page_size=page_size,
         max_pages=1 if page_table is None else page_table.shape[1],
+        has_values=has_values,
         has_page_table=page_table is not None,
         has_query_lengths=query_lengths is not None or query_offsets is not None,
         rotary=_describe_rotary(rotary, key, kv_lengths),
         key_scale=_check_scale("key_scale", key_scale, batch, key_pages),
-        value_scale=_check_scale("value_scale", value_scale, batch, value_pages),
+        value_scale=_check_scale("value_scale", value_scale, batch, value_pages) if has_values else "none",
         block_size=block_size,
         max_blocks=0 if block_size is None else key_centroids.shape[1],
     )
 
 
-def _check_operands(key: Any, value: Any, key_pages: Any, value_pages: Any) -> None:
+def _check_operands(key: Any, value: Any, key_pages: Any, value_pages: Any, value_scale: Any) -> None:
     """Check shapes and dtypes of new keys and values, and of the pages that they are written to."""
     if key.ndim not in (3, 4) or 0 in key.shape[-2:]:
         raise ValueError(
             f"`key` must have shape [B, T, K, H], or [rows, K, H] with `query_offsets`, got {tuple(key.shape)}; "
             "reshape more batch axes into one, or map over them with jax.vmap"
         )
-    if value.ndim != key.ndim or value.shape[:-1] != key.shape[:-1] or value.shape[-1] == 0:
+    has_values = value is not None
+    if has_values != (value_pages is not None):
+        raise ValueError(
+            "`value` and `value_pages` belong together, got only one of them; a latent cache, whose values are columns "
+            "of its keys, has neither"
+        )
+    if not has_values and value_scale is not None:
+        raise ValueError(
+            f"`value_scale` must be None without values, got {value_scale!r}; `key_scale` is a factor of the whole "
+            "rows of a latent cache"
+        )
+    if has_values and (value.ndim != key.ndim or value.shape[:-1] != key.shape[:-1] or value.shape[-1] == 0):
         expected = ", ".join(map(str, key.shape[:-1]))
         raise ValueError(
             f"`value` must have shape ({expected}, V) to match `key` of shape {tuple(key.shape)}, got "
@@ -89,10 +102,11 @@ def _check_operands(key: Any, value: Any, key_pages: Any, value_pages: Any) -> N
         raise ValueError(
             f"`key` must have one of the dtypes {[*FLOATS, *EIGHT_BIT_FLOATS]}, got {key.dtype}; cast it first"
         )
-    if value.dtype != key.dtype:
+    if has_values and value.dtype != key.dtype:
         raise ValueError(f"`value` must have the dtype of `key`, {key.dtype}, got {value.dtype}; cast one of them")
     allowed = tuple(EIGHT_BIT_FLOATS) if dtype in EIGHT_BIT_FLOATS else (dtype, *EIGHT_BIT_DTYPES)
-    for name, pages, array in (("key_pages", key_pages, key), ("value_pages", value_pages, value)):
+    given = {"key_pages": (key_pages, key)} | ({"value_pages": (value_pages, value)} if has_values else {})
+    for name, (pages, array) in given.items():
         operand = name.removesuffix("_pages")
         if pages.ndim != 4 or tuple(pages.shape[2:]) != tuple(array.shape[-2:]):
             expected = ", ".join(map(str, array.shape[-2:]))
@@ -105,7 +119,7 @@ def _check_operands(key: Any, value: Any, key_pages: Any, value_pages: Any) -> N
                 f"`{name}` must have one of the dtypes {list(allowed)} beside a key of {key.dtype}, got "
                 f"{pages.dtype}; cast `key` and `value`, which are smaller"
             )
-    if tuple(value_pages.shape[:2]) != tuple(key_pages.shape[:2]):
+    if has_values and tuple(value_pages.shape[:2]) != tuple(key_pages.shape[:2]):
         raise ValueError(
             f"`value_pages` must have the pages of `key_pages`, {tuple(key_pages.shape[:2])}, got "
             f"{tuple(value_pages.shape[:2])} in shape {tuple(value_pages.shape)}; one page number leads to both"

@@ -29,6 +29,7 @@ class AppendProblem:
         dtype: dtype name of key and value.
         key_dtype, value_dtype: dtype names of the pages: `dtype` or an 8-bit dtype.
         num_pages, page_size, max_pages: pages of the pool, tokens of a page, maximum pages of a sequence.
+        has_values: whether there are values and pages of them. A latent cache has none, and `value_dim` is then 0.
         has_page_table: whether there is a table; without one, sequence b is page b.
         has_query_lengths: whether an array says how many new tokens each sequence has; always True for packed rows.
         rotary: the rotation of the key before it is stored, or None. Table rows are a token's position in its sequence,
@@ -53,6 +54,7 @@ class AppendProblem:
     num_pages: int
     page_size: int
     max_pages: int
+    has_values: bool = True
     has_page_table: bool = True
     has_query_lengths: bool = False
     rotary: RotaryProblem | None = None
@@ -89,7 +91,7 @@ class AppendProblem:
         """Names in `AppendArrays` of the arrays that the call changes, in the order in which they are returned."""
         is_written = {
             "key_pages": True,
-            "value_pages": True,
+            "value_pages": self.has_values,
             "key_scale": self.key_scale == "token",
             "value_scale": self.value_scale == "token",
             "key_centroids": self.block_size is not None,

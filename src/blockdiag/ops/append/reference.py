@@ -81,7 +81,7 @@ def _with_token(problem: AppendProblem, arrays: AppendArrays, row: Array) -> tup
     is_written = is_inside & is_token & (token < num_new)
 
     wide = accumulation_dtype(arrays.key.dtype)
-    key, value = arrays.key[row].astype(wide), arrays.value[row].astype(wide)
+    key = arrays.key[row].astype(wide)
     if problem.rotary is not None:
         table_row = jnp.clip(
             position if arrays.positions is None else arrays.positions[row], 0, problem.rotary.table_rows - 1
@@ -91,7 +91,8 @@ def _with_token(problem: AppendProblem, arrays: AppendArrays, row: Array) -> tup
     def put(pages: Array, new: Array) -> Array:
         return put_in_places(pages, jnp.where(is_written, page, problem.num_pages), offset, new)
 
-    for name, x in (("key", key), ("value", value)):
+    new = {"key": key} | ({"value": arrays.value[row].astype(wide)} if problem.has_values else {})
+    for name, x in new.items():
         pages, scale = getattr(arrays, f"{name}_pages"), getattr(arrays, f"{name}_scale")
         factor = None if scale is None else scale[sequence]
         if getattr(problem, f"{name}_scale") == "token":

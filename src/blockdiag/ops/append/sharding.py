@@ -57,7 +57,7 @@ def rule(problem: AppendProblem, implementations: tuple[str, ...] | None, operan
         "rows": problem.batch,
         "key_heads": problem.key_heads,
         "features": problem.head_dim,
-        "values": problem.value_dim,
+        **({"values": problem.value_dim} if problem.has_values else {}),
         "pages": problem.num_pages,
         "page_rows": problem.page_size,
     }

@@ -28,10 +28,12 @@ def append(problem: AppendProblem, arrays: AppendArrays, *, interpret: bool = Fa
     del interpret
     places = find_places(problem, arrays)
     key = _rotated_key(problem, arrays, places)
-    value = arrays.value.astype(accumulation_dtype(arrays.value.dtype))
     key_pages, key_scale = _store(key, arrays.key_pages, arrays.key_scale, problem.key_scale, places)
-    value_pages, value_scale = _store(value, arrays.value_pages, arrays.value_scale, problem.value_scale, places)
-    arrays = arrays._replace(key_pages=key_pages, value_pages=value_pages, key_scale=key_scale, value_scale=value_scale)
+    arrays = arrays._replace(key_pages=key_pages, key_scale=key_scale)
+    if problem.has_values:
+        value = arrays.value.astype(accumulation_dtype(arrays.value.dtype))
+        value_pages, value_scale = _store(value, arrays.value_pages, arrays.value_scale, problem.value_scale, places)
+        arrays = arrays._replace(value_pages=value_pages, value_scale=value_scale)
     if problem.block_size is not None:
         arrays = arrays._replace(key_centroids=_with_completed_blocks(problem, problem.block_size, arrays, places))
     return tuple(getattr(arrays, name) for name in problem.written)

@@ -288,7 +288,8 @@ def _append(*values: Any) -> OperatorRule:
         query_tokens=None if arguments.query_offsets is not None else 0,
         key_heads=key.shape[-2],
         head_dim=key.shape[-1],
-        value_dim=arguments.value.shape[-1],
+        value_dim=0 if arguments.value is None else arguments.value.shape[-1],
+        has_values=arguments.value is not None,
         dtype="",
         key_dtype="",
         value_dtype="",
@@ -307,7 +308,7 @@ def _append(*values: Any) -> OperatorRule:
 
 def _pool_rule(given: Mapping[str, Operand], rule_of: Callable[[Mapping[str, Operand]], Rule]) -> OperatorRule:
     """Return the rule of a call that reads or writes a cache, with tensors as in JAX; a cache never moves."""
-    order = append.OPERANDS if "value" in given else paged.OPERANDS
+    order = paged.OPERANDS if "query" in given else append.OPERANDS
     by_name = {name.removesuffix("_pages") if "scale" in name else name: x for name, x in given.items()}
     rule = rule_of({name: by_name[name] for name in order if name in by_name})
     labels = dict(zip([name for name in order if name in by_name], rule.operands, strict=True))

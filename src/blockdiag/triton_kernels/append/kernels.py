@@ -154,7 +154,8 @@ def append_kernel(arrays: AppendArrays, sizes: AppendSizes, LAYOUT: tl.constexpr
                   KEY: tl.constexpr, VALUE: tl.constexpr):
     """Append a tile of new rows, or compute the mean key of a block that the new rows may complete.
 
-    LAYOUT is a CacheLayout, TILE an AppendTile. KEY and VALUE are the RowFormat of keys and of values.
+    LAYOUT is a CacheLayout, TILE an AppendTile. KEY and VALUE are the RowFormat of keys and of values. A latent cache
+    has no VALUE.
     """
     BLOCK_SIZE: tl.constexpr = LAYOUT.block_size
     BLOCK_ROWS: tl.constexpr = TILE.block_rows
@@ -179,12 +180,13 @@ def append_kernel(arrays: AppendArrays, sizes: AppendSizes, LAYOUT: tl.constexpr
         store_halves(arrays.key_pages, b_first, b_second, b_place, head, m_row, KEY)
         if KEY.scale == "token":
             tl.store(arrays.key_scale + b_place * KEY.heads + head, b_scale, mask=m_row)
-        b_first, b_second, b_scale = cached_row(arrays.value, arrays.value_scale, arrays, o_row, b_sequence, b_position,
-                                                head, m_row, sizes.table_rows, arrays.value_pages.dtype.element_ty,
-                                                VALUE)
-        store_halves(arrays.value_pages, b_first, b_second, b_place, head, m_row, VALUE)
-        if VALUE.scale == "token":
-            tl.store(arrays.value_scale + b_place * VALUE.heads + head, b_scale, mask=m_row)
+        if VALUE is not None:
+            b_first, b_second, b_scale = cached_row(arrays.value, arrays.value_scale, arrays, o_row, b_sequence,
+                                                    b_position, head, m_row, sizes.table_rows,
+                                                    arrays.value_pages.dtype.element_ty, VALUE)
+            store_halves(arrays.value_pages, b_first, b_second, b_place, head, m_row, VALUE)
+            if VALUE.scale == "token":
+                tl.store(arrays.value_scale + b_place * VALUE.heads + head, b_scale, mask=m_row)
     elif BLOCK_SIZE is not None:
         sequence = (tile - sizes.row_tiles) // sizes.max_completed
         keys, new = sequence_tokens(arrays, sequence, sizes.query_tokens, sequence >= 0, LAYOUT)

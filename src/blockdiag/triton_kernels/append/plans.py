@@ -96,7 +96,7 @@ class AppendLaunch:
         has_rotary = problem.rotary is not None
         is_read = {
             "key": True,
-            "value": True,
+            "value": problem.has_values,
             "page_table": problem.has_page_table,
             "kv_lengths": True,
             "query_lengths": problem.has_query_lengths,
@@ -108,7 +108,7 @@ class AppendLaunch:
             "key_scale": problem.key_scale != "none",
             "value_scale": problem.value_scale != "none",
             "key_pages": True,
-            "value_pages": True,
+            "value_pages": problem.has_values,
             "key_centroids": problem.block_size is not None,
         }
         return tuple(name for name, reads in is_read.items() if reads)
@@ -179,7 +179,7 @@ class AppendLaunch:
                 "LAYOUT": Constexpr(layout),
                 "TILE": Constexpr(AppendTile(rows=self._rows, block_rows=block_rows)),
                 "KEY": Constexpr(key),
-                "VALUE": Constexpr(value),
+                "VALUE": Constexpr(value if problem.has_values else None),
             },
             options=CompileOptions(num_warps=1 if self._rows == 1 and problem.block_size is None else 4),
             aliases=tuple((self.input_names.index(name), position) for position, name in enumerate(self.output_names)),

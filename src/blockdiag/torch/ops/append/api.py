@@ -30,9 +30,9 @@ _PLAIN_OPTIONS = {int, str, type(None)}
 
 def append_to_pages(
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
+    value_pages: torch.Tensor | None,
     page_table: torch.Tensor | None,
     kv_lengths: torch.Tensor,
     *,
@@ -67,7 +67,8 @@ def append_to_pages(
     Args:
         key, value: [B, T, K, H] and [B, T, K, V], T new tokens of each sequence; or packed [rows, K, H] and
             [rows, K, V] with `query_offsets`. Both of one dtype: float16, bfloat16, float32, float64, float8_e4m3fn or
-            float8_e5m2. Copied where they are not contiguous or not aligned to 16 bytes.
+            float8_e5m2. Copied where they are not contiguous or not aligned to 16 bytes. `value` and `value_pages` are
+            None for a latent cache, whose values are columns of its keys.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], contiguous, each in the dtype
             of `key` or in an 8-bit dtype, also int8, which needs a scale; see the JAX function.
         page_table: int32 [B, max_pages], page numbers. Checked on the CPU; on a GPU nothing is written for page numbers
@@ -86,8 +87,8 @@ def append_to_pages(
         implementation, via: which implementation runs, see `paged_attention`.
 
     Returns:
-        Every tensor that was written, in the order of the arguments: key_pages, value_pages, then key_scale and
-        value_scale if they are pages, then key_centroids if given.
+        Every tensor that was written, in the order of the arguments: key_pages, value_pages if given, then key_scale
+        and value_scale if they are pages, then key_centroids if given.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
@@ -166,9 +167,10 @@ def _append_natively(arguments: AppendArguments) -> bool:
 def _takes(arguments: AppendArguments) -> bool:
     """Return whether the kernel supports these dtypes and head dimensions."""
     tensors = {name: getattr(arguments, name) for name in ("key", "key_pages", "value_pages")}
-    dtypes = {name: _dtype_name(tensor) for name, tensor in tensors.items()}
+    dtypes = {name: _dtype_name(tensor) for name, tensor in tensors.items() if tensor is not None}
+    value_dim = 0 if arguments.value is None else arguments.value.shape[-1]
     table = None if arguments.cos is None else _dtype_name(arguments.cos)
-    return takes_rows(dtypes, table, arguments.key.shape[-1], arguments.value.shape[-1]) is None
+    return takes_rows(dtypes, table, arguments.key.shape[-1], value_dim) is None
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

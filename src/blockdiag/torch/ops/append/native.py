@@ -41,10 +41,9 @@ class _Prepared:
         problem = self._problem
         arrays: dict[str, Any] = {
             "key": dense(arguments.key),
-            "value": dense(arguments.value),
             "kv_lengths": dense(arguments.kv_lengths),
         }
-        for name in ("page_table", "query_lengths"):
+        for name in ("value", "page_table", "query_lengths"):
             tensor = getattr(arguments, name)
             arrays[name] = None if tensor is None else dense(tensor)
         by_head, device = (problem.batch, problem.key_heads), arguments.key.device

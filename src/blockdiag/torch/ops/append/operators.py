@@ -24,9 +24,9 @@ class AppendArguments(NamedTuple):
     """
 
     key: torch.Tensor
-    value: torch.Tensor
+    value: torch.Tensor | None
     key_pages: Mutated
-    value_pages: Mutated
+    value_pages: Mutated | None
     page_table: torch.Tensor | None
     kv_lengths: torch.Tensor
     query_lengths: torch.Tensor | None
@@ -77,7 +77,7 @@ def describe(arguments: AppendArguments) -> AppendProblem:
     """
     names = AppendArguments._fields
     tensors = dict(zip(names, arguments.tensors, strict=False))
-    check_plain_tensors(**{name: tensors[name] for name in names[:4]})
+    check_plain_tensors(**{name: tensors[name] for name in names[:4] if tensors[name] is not None})
     check_devices(**tensors)
     given = {name: x for name, x in tensors.items() if name not in ("cos", "sin", "positions")}
     for name in ("key_scale", "value_scale"):
