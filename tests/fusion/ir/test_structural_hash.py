@@ -253,6 +253,8 @@ def counted(monkeypatch, owner, *names):
 
 def forget_programs():
     """Collect garbage repeatedly: freeing a program's functions frees JAX's caches, and these free other functions."""
+    # What was set aside between tests may be garbage by now, such as equal regions of earlier tests.
+    gc.unfreeze()
     for _ in range(4):
         gc.collect()
 
