@@ -42,6 +42,9 @@ _DTYPES = {
     "float8e5": ml_dtypes.float8_e5m2,
 }
 
+# Eight-bit dtypes by the names of Triton's.
+_NARROW = {"fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2, "int8": np.int8}
+
 
 class Dtype:
     """A dtype of the kernel language."""
@@ -159,6 +162,11 @@ class Global:
 
     def __add__(self, more: Any) -> "Global":
         return Global(self.values, self.offset + more)
+
+    def to(self, dtype: Dtype) -> "Global":
+        """Return a pointer to elements of another dtype."""
+        assert np.ndim(self.offset) == 0 and self.offset == 0
+        return Global(self.values.view(dtype.numpy))
 
     def places(self, mask: Any = True) -> np.ndarray:
         """Return the indices of elements, 0 where they are masked."""
@@ -450,6 +458,9 @@ class _Values(Language):
         # NumPy returns float64 for two numbers.
         return array(found.astype(np.float32) if found.dtype == np.float64 else found)
 
+    def pointer_type(self, dtype: Dtype) -> Dtype:
+        return dtype
+
     def broadcast(self, *tiles: Array) -> list[Array]:
         return [array(x) for x in np.broadcast_arrays(*tiles)]
 
@@ -570,6 +581,12 @@ def _bytes_of(first: Array, second: Array, selector: int) -> Array:
     return array(np.ascontiguousarray(given[..., order]).view(np.int32)[..., 0])
 
 
+def _widen_words(words: Array, kind: Any, dtype: Dtype) -> Array:
+    """Return words of four eight-bit numbers as words of four 16-bit numbers."""
+    narrow = np.ascontiguousarray(words)[..., None].view(_NARROW[kind.name])
+    return array(narrow.astype(np.float32).astype(dtype.numpy).view(np.int64)[..., 0])
+
+
 def _run(
     plan: LaunchPlan,
     given: dict[str, list[np.ndarray]],
@@ -610,6 +627,9 @@ def _run(
         "widened": lambda tile: tile.astype(np.float32),
         "rounded_product": lambda left, right: left * right,
         "bytes_of": _bytes_of,
+        "widen_words": _widen_words,
+        # Data arrives at once.
+        "fetch_lines": lambda lines: None,
     }
     if isinstance(plan.kernel, GeneratedKernel):
         text, name = plan.kernel.text, plan.kernel.name

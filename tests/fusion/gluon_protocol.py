@@ -21,7 +21,7 @@ from triton.language import constexpr
 
 from blockdiag.triton_kernels.dense import hopper_backward, hopper_eight_bit_forward, hopper_forward
 from blockdiag.triton_kernels.moba import hopper_backward as moba_backward
-from blockdiag.triton_kernels.paged import hopper_prompts, places
+from blockdiag.triton_kernels.paged import hopper_latent_keys, hopper_prompts, places
 from blockdiag.triton_kernels.parts import hopper_tiles, resident_tiles, transposed_tiles
 
 # In the order in which their names hide each other.
@@ -32,6 +32,7 @@ TEMPLATES = (
     hopper_eight_bit_forward,
     hopper_prompts,
     places,
+    hopper_latent_keys,
     moba_backward,
 )
 PARTS = (resident_tiles, transposed_tiles)
@@ -333,8 +334,11 @@ class Language(Tile):
             for group in [x for x in arguments if isinstance(x, tuple) and hasattr(x, "_fields")]:
                 given |= group._asdict()
             for name, barriers in given.items():
-                if name.endswith("full"):
-                    for full, empty in zip(barriers, given.get(name.replace("full", "empty"), []), strict=False):
+                empties = given.get(name.replace("full", "empty"), []) if name.endswith("full") else []
+                # Neighbouring slots that are freed together share a barrier.
+                sharing = max(1, len(barriers) // len(empties)) if empties else 1
+                for i, empty in enumerate(empties):
+                    for full in barriers[i * sharing : (i + 1) * sharing]:
                         full.empty = empty
         # The first partition has the warps of the launch, and `sizes` are those of the others.
         self.warps.run(

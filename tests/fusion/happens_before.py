@@ -2,13 +2,13 @@
 
 It checks the order that barriers, fences and waits impose, not the order in which a run happened to execute, so one run
 finds a missing wait whichever warps were slow. An actor is a partition, whose threads run together between thread
-barriers. What it knows is the latest time of each other actor, the latest fence of each, and the completed copies. A
-barrier passes on what the arriving threads had in common at their last thread barrier. The rules:
+barriers. What it knows is the latest time of each other actor, up to which time a fence came after its writes, and the
+completed copies. A barrier passes on what the arriving threads had in common at their last thread barrier. The rules:
 
 | access | must know |
 |---|---|
 | threads read | the last write; of their own partition's writes, those before the last thread barrier |
-| tensor cores or the copy engine read | the same, and a fence: the writer's after a write, any after a thread's copy |
+| tensor cores or the copy engine read | the same, and a fence after it, by its writer or by one that knew of it |
 | threads write | the last write, and all reads, which have completed |
 | a copy writes | the same |
 
@@ -32,7 +32,7 @@ class Race(AssertionError):
 
 @dataclass
 class Known:
-    """The knowledge of an actor: times and last fences of all actors, completed copies, and fenced ones."""
+    """The knowledge of an actor: times of all actors, up to which time each is fenced, completed and fenced copies."""
 
     times: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))
     fences: np.ndarray = field(default_factory=lambda: np.zeros(ACTORS, np.int64))
@@ -110,7 +110,8 @@ class Races:
 
     def fence(self) -> None:
         actor = self._actor
-        actor.known.fences[actor.index] = actor.tick()
+        actor.tick()
+        actor.known.fences = np.maximum(actor.known.fences, actor.known.times)
         actor.known.fenced = set(actor.known.copies)
 
     def thread_barrier(self) -> None:

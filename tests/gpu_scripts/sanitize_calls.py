@@ -279,7 +279,8 @@ def _paged_torch() -> Iterator[Call]:
     from tests.torch import paged_torch_support
 
     for name, case in CASES.items():
-        yield Call(name, functools.partial(paged_torch_support.results_of, case), GPU, "cpu")
+        if not case.is_latent:
+            yield Call(name, functools.partial(paged_torch_support.results_of, case), GPU, "cpu")
     for name, case in _prompt_cases().items():
 
         def compute(device: str, case: Any = case) -> Any:
@@ -290,6 +291,15 @@ def _paged_torch() -> Iterator[Call]:
                 return paged_attention(**arguments | {"num_splits": None}, return_residual=True)
 
         yield Call(f"prompts, {name}", compute, GPU, "cpu")
+
+
+def _latent_torch() -> Iterator[Call]:
+    from tests.gpu.test_paged_torch_on_gpu import CASES
+    from tests.torch import paged_torch_support
+
+    for name, case in CASES.items():
+        if case.is_latent:
+            yield Call(name, functools.partial(paged_torch_support.results_of, case), GPU, "cpu")
 
 
 def _append() -> Iterator[Call]:
@@ -515,6 +525,7 @@ FAMILIES = {
     "key_convolution_torch": Family(_key_convolution_torch, "torch"),
     "paged": Family(_paged, "jax"),
     "paged_torch": Family(_paged_torch, "torch"),
+    "latent_torch": Family(_latent_torch, "torch"),
     "append": Family(_append, "jax"),
     "append_torch": Family(_append_torch, "torch"),
     "moba_paged": Family(_moba_paged, "jax"),

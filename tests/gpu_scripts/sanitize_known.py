@@ -292,7 +292,7 @@ KNOWN = {
         "is -inf are replaced by 0 before they are used. Torch's families run the same kernels with lines of the "
         "source, and there no other line is reported.",
         is_such=_is_of_parts,
-        families=("paged", "paged_torch", "moba_paged", "moba_paged_torch"),
+        families=("paged", "paged_torch", "latent_torch", "moba_paged", "moba_paged_torch"),
     ),
     "copied to the host, written by the copy engine": Known(
         "initcheck", r"Uninitialized cudaMemcpy\w* source", "", _COPY_ENGINE, families=_BY_COPY_ENGINE

@@ -59,6 +59,32 @@ PROBLEMS = {
         BASE, query_tokens=24, packed_rows=24, few_queries=4, num_splits=1
     ),
 }  # fmt: skip
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+def narrow(dtype, **changes):
+    """Return a problem with keys of eight bits."""
+    return dataclasses.replace(BASE, key_dtype=dtype, value_dtype=dtype, **changes)
+
+
+PROBLEMS |= {
+    "e4m3, scales of tokens": narrow(E4M3, key_scale="token", value_scale="token"),
+    "e4m3, scales of heads, drafts, pages of 3, soft cap": narrow(
+        E4M3, has_score_scale=True, value_scale="head", query_tokens=3, page_size=3, num_pages=400, max_pages=128,
+        soft_cap=5.0, num_splits=1,
+    ),
+    "e5m2, float16, two key heads": narrow(
+        E5M2, key_heads=2, **{name: "float16" for name in ("query_dtype", "output_dtype")}
+    ),
+    "int8, scales of tokens, packed, window, sinks": narrow(
+        "int8", key_scale="token", value_scale="token", query_tokens=24, packed_rows=24, has_sinks=True,
+        window=(150, None),
+    ),
+    "e4m3, contiguous, a scale of all values": narrow(
+        E4M3, has_page_table=False, num_pages=3, page_size=390, max_pages=1, num_splits=4, split_size=128,
+        has_score_scale=True,
+    ),
+}  # fmt: skip
 KEYS, QUERIES = [384, 5, 150], [2, 3, 0]
 OFFSETS = [0, 3, 18, 23]
 # The delays of the partitions, in seconds: the two compute groups, and load.
@@ -79,9 +105,19 @@ def inputs_of(problem):
         token = np.arange(length)
         is_used[pages[token // problem.page_size], token % problem.page_size] = True
     rows = (problem.packed_rows,) if problem.packed_rows else (problem.batch, problem.query_tokens)
+    key = generator.normal(size=pool)
+    if problem.key_dtype == "int8":
+        # No integer is NaN, but the scales of unused rows are.
+        key = np.where(is_used[..., None, None], np.round(40 * key), 127).clip(-128, 127)
+    else:
+        key = np.where(is_used[..., None, None], key, np.nan)
+    scale = (0.02 if problem.key_dtype == "int8" else 1.0) * generator.uniform(0.5, 1.5, size=pool[:3])
     arrays = {
         "query": generator.normal(size=(*rows, problem.query_heads, problem.head_dim)).astype(dtype),
-        "key": np.where(is_used[..., None, None], generator.normal(size=pool), np.nan).astype(dtype),
+        "key": key.astype(jnp.dtype(problem.key_dtype)),
+        "key_scale": np.where(is_used[..., None], scale, np.nan).astype(np.float32),
+        "score_scale": generator.uniform(0.5, 1.5, size=(problem.batch, problem.key_heads)).astype(np.float32),
+        "value_scale": generator.uniform(0.5, 1.5, size=(problem.batch, problem.key_heads)).astype(np.float32),
         "page_table": table,
         "kv_lengths": np.asarray(KEYS, np.int32),
         "query_lengths": np.asarray(QUERIES, np.int32),
@@ -134,9 +170,9 @@ def expected(problem):
         given["kv_lengths"],
         given["query_lengths"] if problem.has_query_lengths else None,
         given["sinks"] if problem.has_sinks else None,
-        None,
-        None,
-        None,
+        given["score_scale"] if problem.has_score_scale else None,
+        given["key_scale"] if problem.key_scale != "none" else None,
+        {"none": None, "head": given["value_scale"], "token": given["key_scale"]}[problem.value_scale],
         given.get("tiles"),
     )
 
@@ -152,14 +188,15 @@ def test_kernel_matches_the_reference(name):
 
 
 def test_keys_are_loaded_by_the_copy_engine_where_pages_are_large_enough():
-    boxes = {name: launch_of(problem)[0].arguments["keys"] for name, problem in PROBLEMS.items()}
+    wide = {name: problem for name, problem in PROBLEMS.items() if problem.key_dtype == problem.query_dtype}
+    boxes = {name: launch_of(problem)[0].arguments["keys"] for name, problem in wide.items()}
     assert [name for name, box in boxes.items() if box == Constexpr(None)] == ["pages of 3, both sides"]
     assert boxes["decoding"].block_shape == (64, 64)
     assert boxes["drafts, pages of 16, window, soft cap"].block_shape == (16, 64)
 
 
 @pytest.mark.parametrize("naps", [SLOW_LOAD, SLOW_FIRST, SLOW_SECOND], ids=["load", "first", "second"])
-@pytest.mark.parametrize("name", ["decoding", "pages of 3, both sides"])
+@pytest.mark.parametrize("name", ["decoding", "pages of 3, both sides", "e4m3, scales of tokens"])
 def test_results_do_not_depend_on_slow_warps(name, naps):
     punctual = interpreted(PROBLEMS[name])
     for one, other in zip(interpreted(PROBLEMS[name], chance=Slow(*naps)), punctual, strict=True):

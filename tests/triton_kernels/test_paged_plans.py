@@ -130,10 +130,10 @@ KNOWN_SPILLS = {
     ("prompts, int8 caches", 120): 44,
     ("int8, eight queries, float16", 100): 32,
     # Results take half of the registers.
-    ("latent, 64 heads", 90): 44,
-    ("latent, 128 heads, drafts, window, soft cap, sinks", 90): 80,
-    ("latent, e4m3, scales by token", 90): 264,
-    ("latent, int8, scales by token", 90): 268,
+    ("latent, 64 heads", 90): 24,
+    ("latent, 128 heads, drafts, window, soft cap, sinks", 90): 24,
+    ("latent, e4m3, scales by token", 90): 52,
+    ("latent, int8, scales by token", 90): 52,
     ("h576, values of 512, drafts", 90): 32,
 }
 

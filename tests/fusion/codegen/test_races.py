@@ -10,7 +10,7 @@ from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule
 from blockdiag.triton_kernels.dense import hopper_backward, hopper_eight_bit_forward, hopper_forward
 from blockdiag.triton_kernels.launch import plan as launch_plan
 from blockdiag.triton_kernels.launch.plan import Target
-from blockdiag.triton_kernels.paged import hopper_eight_bit_prompts, hopper_latent, hopper_prompts
+from blockdiag.triton_kernels.paged import hopper_eight_bit_prompts, hopper_latent, hopper_latent_keys, hopper_prompts
 from tests.fusion.codegen import test_one_pass, test_streamed
 from tests.fusion.gluon_interpreter import interpret_gluon
 from tests.fusion.thresholds import lifted
@@ -18,7 +18,7 @@ from tests.triton_kernels import test_hopper_latent, test_hopper_prompts
 
 PROMPTS = ("causal", "heads of 256")
 EIGHT_BIT_PROMPTS = ("e4m3, scales by token", "e4m3, many chunks")
-LATENT = ("decoding", "pages of 3, both sides")
+LATENT = ("decoding", "pages of 3, both sides", "e4m3, scales of tokens")
 FORWARD = ("cross", "one_chunk", "causal", "wide_result", "three_halves", *(f"prompts, {name}" for name in PROMPTS))
 EIGHT_BIT_QUERIES = ("long_causal", "long_parts", "long_wide", "long_half")
 EIGHT_BIT_VALUES = ("long_values", "long_values_one_chunk", "long_values_e5m2", "long_values_many_chunks")
@@ -94,7 +94,7 @@ def small_calls(monkeypatch):
 def launch_of(template, name):
     if template in (hopper_prompts, hopper_eight_bit_prompts) or name.startswith("prompts, "):
         return test_hopper_prompts.launch_of(test_hopper_prompts.PROBLEMS[name.removeprefix("prompts, ")])
-    if template is hopper_latent:
+    if template in (hopper_latent, hopper_latent_keys):
         return test_hopper_latent.launch_of(test_hopper_latent.PROBLEMS[name])
     if template in (hopper_forward, hopper_eight_bit_forward):
         spec, arrays = test_streamed.launch_of(test_streamed.ALL_CASES[name])
@@ -110,6 +110,7 @@ TEMPLATES = [
     (hopper_prompts, PROMPTS),
     (hopper_eight_bit_prompts, EIGHT_BIT_PROMPTS),
     (hopper_latent, LATENT),
+    (hopper_latent_keys, LATENT),
 ]
 
 

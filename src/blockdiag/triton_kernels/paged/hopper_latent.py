@@ -1,13 +1,13 @@
 """Kernel in Gluon for Hopper: queries attend to a split of a latent cache, whose values are columns of its keys.
 
-It computes what `attention.paged_splits` does, for 16-bit keys of 576 columns with values in the first 512. A program
-has a tile of 64 rows. The results of a tile, 64 x 512, take half of the registers of a multiprocessor, so there is one
-program on each.
+It computes what `attention.paged_splits` does, for keys of 576 columns with values in the first 512. Keys have 16 bits,
+or eight bits that are widened as they are loaded. A program has a tile of 64 rows. The results of a tile, 64 x 512,
+take half of the registers of a multiprocessor, so there is one program on each.
 
 | warps | function | work |
 |---|---|---|
 | 4 + 4 | `compute` | scores and weights of every other chunk of keys; half of the columns of all value products |
-| 1 or 4 | `load_keys` or `copy_keys` | find keys in the pages, and load them |
+| 1 or 4 | `load_keys`, `copy_keys` or `widen_keys` | find keys in the pages, and load them |
 
 Each chunk of keys is an operand of both products. It arrives and is freed in blocks of columns, since there is room for
 two chunks only. The last 64 columns belong to keys alone. Once a chunk has scores, its weights take their place, and
@@ -31,18 +31,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blockdiag.triton_kernels.dense.hopper_forward import LN_2, WARPS, read_number, write_number
-from blockdiag.triton_kernels.launch.gluon_names import thread_barrier, tma_load
+from blockdiag.triton_kernels.launch.gluon_names import thread_barrier
 from blockdiag.triton_kernels.paged.arguments import SplitArrays, SplitScalars
-from blockdiag.triton_kernels.paged.hopper_prompts import COPYING, LOG2_E, copy_rows, find_pages, pool_rows
-from blockdiag.triton_kernels.paged.places import GRAIN, place_of, rows_of_heads, split_bounds
+from blockdiag.triton_kernels.paged.hopper_latent_keys import (
+    BLOCKS,
+    ORDER,
+    SLOTS,
+    chunks_of,
+    columns_of,
+    copy_keys,
+    load_keys,
+    span_of,
+    widen_keys,
+)
+from blockdiag.triton_kernels.paged.hopper_prompts import COPYING, LOG2_E, copy_rows
+from blockdiag.triton_kernels.paged.places import rows_of_heads
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 from blockdiag.triton_kernels.parts.resident_tiles import partial_sums
 
-# Chunks of keys in shared memory, and blocks of their value columns. Half of these belong to each group of warps.
-SLOTS = gl.constexpr(2)
-BLOCKS = gl.constexpr(4)
-# The order of loads. Both groups free their first block at a time.
-ORDER = gl.constexpr((0, 2, 1, 3))
 # The power of 2 up to which weights may grow before the results so far are scaled down.
 HEADROOM = gl.constexpr(8.0)
 
@@ -56,8 +62,9 @@ class Memory(NamedTuple):
         key: the first part of the columns of keys, which are the values.
         key_more: the second part, then the weights of the chunk.
         base: of each row the score that the weights of a chunk are relative to.
-        shrink, grown: factors of the results before a chunk, and whether any is not 1.
+        shrink, grown: factors of the results before a chunk, and for each warp's rows whether any is not 1.
         total, total_base: of each group the sums of its weights, and the scores that they are relative to.
+        key_scale: scales of the keys of a chunk.
         row_numbers: rows in the pool of the keys of a chunk.
         query_rows: rows of queries.
     """
@@ -72,6 +79,7 @@ class Memory(NamedTuple):
     grown: Any
     total: Any
     total_base: Any
+    key_scale: Any
     row_numbers: Any
     query_rows: Any
     query_full: Any
@@ -80,165 +88,6 @@ class Memory(NamedTuple):
     more_full: Any
     weights_full: Any
     total_full: Any
-
-
-class Span(NamedTuple):
-    """The rows of a program, and the keys that they see.
-
-    Attributes:
-        sequence, key_head, batch, split: what the program computes, and how many entries there are to compute.
-        first_row: the first of the program's rows, among those of its sequence or tile of queries.
-        query_row, position: the row of the first query among all, and its position.
-        rows, written: rows with queries, and rows that the launch writes.
-        first, end: the keys that any row sees.
-    """
-
-    sequence: Any
-    key_head: Any
-    batch: Any
-    entries: Any
-    split: Any
-    first_row: Any
-    query_row: Any
-    position: Any
-    rows: Any
-    written: Any
-    first: Any
-    end: Any
-
-
-@gluon.jit
-def span_of(arrays, scalars, SHAPE: gl.constexpr, TILE: gl.constexpr, OPTIONS: gl.constexpr):
-    """Return the Span of a program."""
-    GROUP: gl.constexpr = SHAPE.group_size
-    part = gl.program_id(0)
-    key_head = gl.program_id(1)
-    batch = gl.program_id(2)
-    entries = gl.num_programs(2)
-    if SHAPE.is_long:
-        part = gl.program_id(2)
-        batch = gl.program_id(0)
-        entries = gl.num_programs(0)
-    split = part // TILE.row_tiles
-    sequence, keys, queries, written, position, query_row = place_of(arrays, scalars, batch, SHAPE)
-    if OPTIONS.is_causal and (SHAPE.entries != "sequences"):
-        # The keys after a tile's last query are left out, so that splits divide the others.
-        keys = gl.minimum(keys, gl.maximum(position + queries, 0))
-    first_row = part % TILE.row_tiles * TILE.rows
-    start = 0
-    if OPTIONS.left is not None:
-        start = gl.maximum(position - OPTIONS.left, 0) // GRAIN * GRAIN
-    first, end = split_bounds(split, scalars.num_splits, scalars.split_size, keys, start)
-    last_position = position + gl.minimum((first_row + TILE.rows - 1) // GROUP, queries - 1)
-    if OPTIONS.left is not None:
-        first = gl.maximum(first, gl.maximum(position + first_row // GROUP - OPTIONS.left, 0) // GRAIN * GRAIN)
-    if OPTIONS.is_causal:
-        end = gl.minimum(end, last_position + 1)
-    elif OPTIONS.right is not None:
-        end = gl.minimum(end, last_position + OPTIONS.right + 1)
-    # Programs may have no rows.
-    end = gl.where(first_row < queries * GROUP, end, first)
-    return Span(sequence, key_head, batch, entries, split, first_row, query_row, position, queries * GROUP,
-                written * GROUP, first, end)
-
-
-@gluon.jit
-def chunks_of(span, TILE: gl.constexpr):
-    """Return the number of chunks of keys."""
-    return gl.maximum(span.end - span.first + TILE.keys - 1, 0) // TILE.keys
-
-
-@gluon.jit
-def columns_of(memory, block: gl.constexpr):
-    """Return a block of columns."""
-    WIDTH: gl.constexpr = memory.shape[1] // BLOCKS
-    return memory.slice(block * WIDTH, WIDTH, 1)
-
-
-@gluon.jit
-def copy_keys(memory, arrays, scalars, SHAPE: gl.constexpr, TILE: gl.constexpr, OPTIONS: gl.constexpr):
-    """Copy chunks of keys by threads, from pages of any size."""
-    KEYS: gl.constexpr = TILE.keys
-    COLUMNS: gl.constexpr = TILE.columns
-    MORE: gl.constexpr = TILE.more_columns
-    WIDTH: gl.constexpr = SHAPE.key_heads * (COLUMNS + MORE)
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    span = span_of(arrays, scalars, SHAPE, TILE, OPTIONS)
-    column = span.key_head * (COLUMNS + MORE)
-    row_numbers = memory.row_numbers
-    o_key = span.first + gl.arange(0, KEYS, LINE)
-    b_page = find_pages(arrays, scalars, o_key, span.end, span.sequence, SHAPE)
-    for at in range(chunks_of(span, TILE)):
-        slot = at % SLOTS
-        b_row = pool_rows(scalars, b_page, o_key, span.end, SHAPE)
-        # The pages of the next chunk arrive while this one is copied.
-        o_key = o_key + KEYS
-        b_page = find_pages(arrays, scalars, o_key, span.end, span.sequence, SHAPE)
-        # All threads have read the numbers of the last rows.
-        thread_barrier()
-        row_numbers.store(b_row)
-        thread_barrier()
-        for i in gl.static_range(BLOCKS):
-            place = slot * BLOCKS + ORDER[i]
-            mbarrier.wait(memory.key_empty.index(place), at // SLOTS % 2 ^ 1)
-            copy_rows(columns_of(memory.key.index(slot), ORDER[i]), arrays.key, row_numbers, WIDTH,
-                      column + ORDER[i] * (COLUMNS // BLOCKS), KEYS, COLUMNS // BLOCKS)
-            async_copy.mbarrier_arrive(memory.key_full.index(place), increment_count=False)
-        # Both groups have read the weights that the slot had, since they have freed all blocks.
-        copy_rows(memory.key_more.index(slot), arrays.key, row_numbers, WIDTH, column + COLUMNS, KEYS, MORE)
-        async_copy.mbarrier_arrive(memory.more_full.index(slot), increment_count=False)
-
-
-@gluon.jit
-def boxes_of(arrays, scalars, keys, key, span, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Return the rows in the pool of the boxes of a chunk, whose keys are counted from the start of the sequence.
-
-    Of keys beyond the end, any that exist are loaded.
-    """
-    BOX: gl.constexpr = keys.block_shape[0]
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    o_key = gl.maximum(gl.minimum(key + gl.arange(0, TILE.keys // BOX, LINE) * BOX, span.end - 1), 0) // BOX * BOX
-    b_page = find_pages(arrays, scalars, o_key, span.end, span.sequence, SHAPE)
-    return pool_rows(scalars, b_page, o_key, span.end, SHAPE)
-
-
-@gluon.jit
-def load_boxes(target, full, keys, b_box, column):
-    """Have the copy engine load some columns of a chunk."""
-    BOX: gl.constexpr = keys.block_shape[0]
-    WIDTH: gl.constexpr = keys.block_shape[1]
-    BOXES: gl.constexpr = target.shape[0] // BOX
-    for i in gl.static_range(BOXES):
-        row = gl.max(gl.where(gl.arange(0, BOXES, b_box.type.layout) == i, b_box, 0), 0)
-        for j in gl.static_range(target.shape[1] // WIDTH):
-            tma_load(keys, [row, column + j * WIDTH], full, target.slice(i * BOX, BOX).slice(j * WIDTH, WIDTH, 1))
-
-
-@gluon.jit
-def load_keys(memory, arrays, scalars, keys, SHAPE: gl.constexpr, TILE: gl.constexpr, OPTIONS: gl.constexpr):
-    """Have the copy engine load chunks of keys. They lie in boxes of rows that are neighbours in a page."""
-    COLUMNS: gl.constexpr = TILE.columns
-    MORE: gl.constexpr = TILE.more_columns
-    WIDTH: gl.constexpr = COLUMNS // BLOCKS
-    span = span_of(arrays, scalars, SHAPE, TILE, OPTIONS)
-    column = span.key_head * (COLUMNS + MORE)
-    b_box = boxes_of(arrays, scalars, keys, span.first, span, SHAPE, TILE)
-    for at in range(chunks_of(span, TILE)):
-        slot = at % SLOTS
-        phase = at // SLOTS % 2
-        # The pages of the next chunk arrive while this one is loaded.
-        b_next = boxes_of(arrays, scalars, keys, span.first + (at + 1) * TILE.keys, span, SHAPE, TILE)
-        for i in gl.static_range(BLOCKS):
-            place = slot * BLOCKS + ORDER[i]
-            full = memory.key_full.index(place)
-            mbarrier.wait(memory.key_empty.index(place), phase ^ 1)
-            mbarrier.expect(full, TILE.keys * WIDTH * 2)
-            load_boxes(columns_of(memory.key.index(slot), ORDER[i]), full, keys, b_box, column + ORDER[i] * WIDTH)
-        # Both groups have read the weights that the slot had, since they have freed all blocks.
-        full = memory.more_full.index(slot)
-        mbarrier.expect(full, TILE.keys * MORE * 2)
-        load_boxes(memory.key_more.index(slot), full, keys, b_box, column + COLUMNS)
-        b_box = b_next
 
 
 @gluon.jit
@@ -285,7 +134,7 @@ def mask(b_score, r_k, b_first, b_last, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(memory, at, b_none, IS_COPIED: gl.constexpr):
+def start_scores(memory, at, b_none, LOADING: gl.constexpr):
     """Start the products of queries with chunk `at` of keys, as its blocks arrive."""
     # If it knew this number, the compiler would keep all descriptors of products in registers, which there are not.
     query_slot = read_number(memory.query_slot)
@@ -294,26 +143,37 @@ def start_scores(memory, at, b_none, IS_COPIED: gl.constexpr):
     b_score = b_none
     for i in gl.static_range(BLOCKS):
         mbarrier.wait(memory.key_full.index(slot * BLOCKS + ORDER[i]), at // SLOTS % 2)
-        if IS_COPIED:
+        if LOADING != "boxes":
             fence_async_shared()
         key = columns_of(memory.key.index(slot), ORDER[i])
         b_score = warpgroup_mma(columns_of(query, ORDER[i]), key.permute((1, 0)), b_score, use_acc=i > 0,
                                 is_async=True)
     mbarrier.wait(memory.more_full.index(slot), at // SLOTS % 2)
-    if IS_COPIED:
+    if LOADING != "boxes":
         fence_async_shared()
     query = memory.query_more.index(query_slot)
     return warpgroup_mma(query, memory.key_more.index(slot).permute((1, 0)), b_score, is_async=True)
 
 
 @gluon.jit
-def weigh(at, b_score, b_before, numbers, span, TILE: gl.constexpr, OPTIONS: gl.constexpr):
+def scales_of(memory, at, b_score):
+    """Return the scales of the keys of chunk `at`, as a row beside scores."""
+    scale = memory.key_scale.index(at % SLOTS)
+    return gl.expand_dims(scale.load(gl.SliceLayout(0, b_score.type.layout)), 0)
+
+
+@gluon.jit
+def weigh(memory, at, b_score, b_before, numbers, span, TILE: gl.constexpr, OPTIONS: gl.constexpr):
     """Return the weights of chunk `at`, what they are relative to, and the factors of the results before them.
 
     Weights are relative to an earlier score of the row until one exceeds it by a factor of 2^HEADROOM.
     """
-    b_first, b_last, hidden_before, hidden_after, unit, slope = numbers
+    b_first, b_last, hidden_before, hidden_after, unit, slope, score_scale = numbers
     key = span.first + at * TILE.keys
+    if OPTIONS.has_score_scale:
+        b_score = b_score * score_scale
+    if OPTIONS.has_key_scale:
+        b_score = b_score * scales_of(memory, at, b_score)
     if OPTIONS.has_soft_cap:
         # tanh(x) = 1 - 2 / (1 + e^2x), which is accurate enough at both ends.
         b_score = 1.0 - 2.0 / (1.0 + gl.exp2(b_score * slope))
@@ -326,7 +186,9 @@ def weigh(at, b_score, b_before, numbers, span, TILE: gl.constexpr, OPTIONS: gl.
     b_base = gl.where(m_grown, b_largest, b_before)
     b_power = gl.exp2(b_score * unit - gl.expand_dims(counted_from(b_base) * unit, 1))
     b_shrink = gl.where(m_grown, gl.exp2((b_before - b_base) * unit), 1.0)
-    return b_power, b_base, b_shrink, gl.max(m_grown.to(gl.int32), 0)
+    # Warps are not reduced here, since that would take two more barriers.
+    b_grown = gl.max(gl.reshape(m_grown.to(gl.int32), [WARPS, TILE.rows // WARPS]), 1)
+    return b_power, b_base, b_shrink, b_grown
 
 
 @gluon.jit
@@ -336,19 +198,23 @@ def counted_from(b_base):
 
 
 @gluon.jit
-def publish(memory, at, b_power, b_base, b_shrink, grown, span, IS_COPIED: gl.constexpr, TILE: gl.constexpr):
+def publish(memory, at, b_power, b_base, b_shrink, b_grown, span, LOADING: gl.constexpr, TILE: gl.constexpr,
+            OPTIONS: gl.constexpr):
     """Hand the weights of chunk `at` to both groups."""
     slot = at % SLOTS
     # All warps' products have completed, so weights can take the place of keys.
     thread_barrier()
-    if not IS_COPIED:
+    if LOADING == "boxes":
         rows = span.end - span.first - at * TILE.keys
         if rows < TILE.keys:
             zero_values(memory.key.index(slot), rows)
+    if OPTIONS.value_scale == "token":
+        # The values are keys, and have their scales.
+        b_power = b_power * scales_of(memory, at, b_power)
     memory.key_more.index(slot).store(b_power.to(memory.key_more.dtype))
     memory.base.index(slot).store(b_base)
     memory.shrink.index(slot).store(b_shrink)
-    write_number(memory.grown.index(slot), grown)
+    memory.grown.index(slot).store(b_grown)
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(memory.weights_full.index(slot), count=1)
@@ -361,8 +227,9 @@ def start_values(memory, at, b_output, GROUP: gl.constexpr):
     The group that has published them has seen the keys arrive.
     """
     WIDTH: gl.constexpr = b_output.shape[1]
+    EACH_WARP: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
     slot = at % SLOTS
-    if read_number(memory.grown.index(slot)) > 0:
+    if gl.max(memory.grown.index(slot).load(EACH_WARP), 0) > 0:
         b_shrink = memory.shrink.index(slot).load(gl.SliceLayout(1, b_output.type.layout))
         b_output = b_output * gl.expand_dims(b_shrink, 1)
     value = memory.key.index(slot).slice(GROUP * WIDTH, WIDTH, 1)
@@ -375,13 +242,12 @@ def finish_values(memory, at, b_output, GROUP: gl.constexpr):
     slot = at % SLOTS
     b_output = warpgroup_mma_wait(0, deps=[b_output])
     thread_barrier()
-    for i in gl.static_range(BLOCKS // 2):
-        mbarrier.arrive(memory.key_empty.index(slot * BLOCKS + GROUP * (BLOCKS // 2) + i), count=1)
+    mbarrier.arrive(memory.key_empty.index(slot * 2 + GROUP), count=1)
     return b_output
 
 
 @gluon.jit
-def compute(memory, arrays, scalars, GROUP: gl.constexpr, IS_COPIED: gl.constexpr, SHAPE: gl.constexpr,
+def compute(memory, arrays, scalars, GROUP: gl.constexpr, LOADING: gl.constexpr, SHAPE: gl.constexpr,
             TILE: gl.constexpr, OPTIONS: gl.constexpr):
     """Weigh every other chunk of keys, and compute half of the columns of the results."""
     KEYS: gl.constexpr = TILE.keys
@@ -410,7 +276,10 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, IS_COPIED: gl.constexp
     if OPTIONS.has_soft_cap:
         slope = 2.0 * unit / scalars.soft_cap
         unit = scalars.soft_cap * LOG2_E
-    numbers = (b_first, b_last, hidden_before, hidden_after, unit, slope)
+    score_scale = 1.0
+    if OPTIONS.has_score_scale:
+        score_scale = gl.load(arrays.score_scale + span.sequence * SHAPE.key_heads + span.key_head)
+    numbers = (b_first, b_last, hidden_before, hidden_after, unit, slope, score_scale)
     b_none = gl.zeros([TILE.rows, KEYS], gl.float32, S)
     b_output = gl.zeros([TILE.rows, WIDTH], gl.float32, R)
     b_base = gl.full([TILE.rows], float("-inf"), gl.float32, ROW)
@@ -420,9 +289,9 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, IS_COPIED: gl.constexp
     load_query(memory, arrays, span, GROUP, SHAPE, TILE)
     if GROUP == 0:
         if chunks > 0:
-            b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, 0, b_none, IS_COPIED)])
-            b_power, b_base, b_shrink, grown = weigh(0, b_score, b_base, numbers, span, TILE, OPTIONS)
-            publish(memory, 0, b_power, b_base, b_shrink, grown, span, IS_COPIED, TILE)
+            b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, 0, b_none, LOADING)])
+            b_power, b_base, b_shrink, b_grown = weigh(memory, 0, b_score, b_base, numbers, span, TILE, OPTIONS)
+            publish(memory, 0, b_power, b_base, b_shrink, b_grown, span, LOADING, TILE, OPTIONS)
             b_total = partial_sums(b_power)
             b_output = finish_values(memory, 0, start_values(memory, 0, b_output, GROUP), GROUP)
     for at in range(2 - GROUP, chunks, 2):
@@ -430,18 +299,18 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, IS_COPIED: gl.constexp
         # The first group frees the last chunk before its scores, since the other group waits for the slot. The other
         # one has its scores by the time the first group has weights.
         if GROUP == 1:
-            b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, at, b_none, IS_COPIED)])
+            b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, at, b_none, LOADING)])
         mbarrier.wait(memory.weights_full.index(last), (at - 1) // SLOTS % 2)
         b_before = memory.base.index(last).load(ROW)
         b_output = start_values(memory, at - 1, b_output, GROUP)
         if GROUP == 0:
             b_output = finish_values(memory, at - 1, b_output, GROUP)
-            b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, at, b_none, IS_COPIED)])
+            b_score = warpgroup_mma_wait(0, deps=[start_scores(memory, at, b_none, LOADING)])
         b_last_base = b_base
-        b_power, b_base, b_shrink, grown = weigh(at, b_score, b_before, numbers, span, TILE, OPTIONS)
+        b_power, b_base, b_shrink, b_grown = weigh(memory, at, b_score, b_before, numbers, span, TILE, OPTIONS)
         if GROUP == 1:
             b_output = finish_values(memory, at - 1, b_output, GROUP)
-        publish(memory, at, b_power, b_base, b_shrink, grown, span, IS_COPIED, TILE)
+        publish(memory, at, b_power, b_base, b_shrink, b_grown, span, LOADING, TILE, OPTIONS)
         b_output = start_values(memory, at, b_output, GROUP)
         # The group has not seen how the base grew in the chunk between.
         b_factor = gl.exp2((b_last_base - counted_from(b_base)) * unit)
@@ -483,6 +352,8 @@ def store_results(memory, arrays, b_output, unit, span, GROUP: gl.constexpr, SHA
         b_exponent = b_larger
     is_empty = b_sum == 0
     b_norm = gl.where(is_empty, 0.0, b_factor / b_sum)
+    if OPTIONS.value_scale == "head":
+        b_norm = b_norm * gl.load(arrays.value_scale + span.sequence * SHAPE.key_heads + span.key_head)
     m_row = o_row < span.rows
     m_written = o_row < span.written
     b_place = place_in(o_row, span, SHAPE, OPTIONS)
@@ -527,7 +398,10 @@ def latent_splits(arrays: SplitArrays, keys, scalars: SplitScalars, SHAPE: gl.co
 
     `keys` is a descriptor of boxes of keys; None if threads copy them, from small pages.
     """
-    IS_COPIED: gl.constexpr = keys is None
+    IS_NARROW: gl.constexpr = OPTIONS.key_kind is not None
+    LOADING: gl.constexpr = "widened" if IS_NARROW else "copies" if keys is None else "boxes"
+    # Each thread arrives when its own copies have completed.
+    ARRIVALS: gl.constexpr = COPYING if LOADING == "copies" else 1
     dtype: gl.constexpr = arrays.query.dtype.element_ty
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -541,26 +415,37 @@ def latent_splits(arrays: SplitArrays, keys, scalars: SplitScalars, SHAPE: gl.co
         key_more=gl.allocate_shared_memory(dtype, [SLOTS, TILE.keys, TILE.more_columns], TILES),
         base=gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.rows], PLAIN),
         shrink=gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.rows], PLAIN),
-        grown=gl.allocate_shared_memory(gl.int32, [SLOTS, 1], PLAIN),
+        grown=gl.allocate_shared_memory(gl.int32, [SLOTS, WARPS], PLAIN),
         total=gl.allocate_shared_memory(gl.float32, [2, TILE.rows], PLAIN),
         total_base=gl.allocate_shared_memory(gl.float32, [2, TILE.rows], PLAIN),
+        key_scale=gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.keys], PLAIN),
         row_numbers=gl.allocate_shared_memory(gl.int32, [TILE.keys], PLAIN),
         query_rows=gl.allocate_shared_memory(gl.int32, [2, TILE.rows // 2], PLAIN),
         query_full=make_barriers(1, 2 * COPYING),
-        key_full=make_barriers(SLOTS * BLOCKS, COPYING if IS_COPIED else 1),
-        key_empty=make_barriers(SLOTS * BLOCKS, 1),
-        more_full=make_barriers(SLOTS, COPYING if IS_COPIED else 1),
+        key_full=make_barriers(SLOTS * BLOCKS, ARRIVALS),
+        key_empty=make_barriers(SLOTS * 2, 1),
+        more_full=make_barriers(SLOTS, ARRIVALS),
         weights_full=make_barriers(SLOTS, 1),
         total_full=make_barriers(1, 2),
     )
     write_number(memory.query_slot, 0)
     fence_async_shared()
     thread_barrier()
-    if IS_COPIED:
+    if LOADING == "widened":
         gl.warp_specialize(
             [
-                (compute, (memory, arrays, scalars, 0, IS_COPIED, SHAPE, TILE, OPTIONS)),
-                (compute, (memory, arrays, scalars, 1, IS_COPIED, SHAPE, TILE, OPTIONS)),
+                (compute, (memory, arrays, scalars, 0, LOADING, SHAPE, TILE, OPTIONS)),
+                (compute, (memory, arrays, scalars, 1, LOADING, SHAPE, TILE, OPTIONS)),
+                (widen_keys, (memory, arrays, scalars, SHAPE, TILE, OPTIONS)),
+            ],
+            [4, 4],
+            [200, 104],
+        )
+    elif LOADING == "copies":
+        gl.warp_specialize(
+            [
+                (compute, (memory, arrays, scalars, 0, LOADING, SHAPE, TILE, OPTIONS)),
+                (compute, (memory, arrays, scalars, 1, LOADING, SHAPE, TILE, OPTIONS)),
                 (copy_keys, (memory, arrays, scalars, SHAPE, TILE, OPTIONS)),
             ],
             [4, 4],
@@ -569,8 +454,8 @@ def latent_splits(arrays: SplitArrays, keys, scalars: SplitScalars, SHAPE: gl.co
     else:
         gl.warp_specialize(
             [
-                (compute, (memory, arrays, scalars, 0, IS_COPIED, SHAPE, TILE, OPTIONS)),
-                (compute, (memory, arrays, scalars, 1, IS_COPIED, SHAPE, TILE, OPTIONS)),
+                (compute, (memory, arrays, scalars, 0, LOADING, SHAPE, TILE, OPTIONS)),
+                (compute, (memory, arrays, scalars, 1, LOADING, SHAPE, TILE, OPTIONS)),
                 (load_keys, (memory, arrays, scalars, keys, SHAPE, TILE, OPTIONS)),
             ],
             [4, 1],

@@ -170,9 +170,8 @@ def _is_latent_on_hopper(problem: PagedProblem, target: Target) -> bool:
         has_hopper_kernels(target.arch)
         and not problem.has_value_pages
         and (problem.head_dim, problem.value_dim) == (576, 512)
-        and problem.query_dtype == problem.key_dtype
         and problem.query_dtype in ("bfloat16", "float16")
-        and not (problem.has_score_scale or problem.key_scale != "none" or problem.value_scale != "none")
+        and problem.key_dtype in (problem.query_dtype, *EIGHT_BIT_DTYPES)
         # Exponents are scores times a positive factor.
         and problem.scale > 0
         and problem.num_pages * problem.page_size < 2**31
@@ -515,7 +514,7 @@ class PagedLaunch:
 
         problem = self.problem
         rows = math.gcd(problem.page_size, LATENT.keys) if problem.has_page_table else LATENT.keys
-        if rows < FEWEST_BOX_ROWS:
+        if rows < FEWEST_BOX_ROWS or problem.key_dtype in EIGHT_BIT_DTYPES:
             return Constexpr(None)
         return Descriptor(
             "input",
