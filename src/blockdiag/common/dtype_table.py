@@ -82,7 +82,7 @@ EIGHT_BIT_FLOATS = {
     "float8_e4m3fn": EightBitFloat(448.0, 3, 2.0**-6),
     "float8_e5m2": EightBitFloat(57344.0, 2, 2.0**-14),
 }
-"""Dtypes of paged caches, and of queries to them, in every implementation."""
+"""Dtypes of paged caches, of queries to them, and of arrays in fused functions, in every implementation."""
 EIGHT_BIT_INTEGERS = {"int8": EightBitInteger(127.0)}
 """Dtypes of paged caches beside wider queries, in every implementation. Their elements are multiples of a scale."""
 EIGHT_BIT_DTYPES = EIGHT_BIT_FLOATS | EIGHT_BIT_INTEGERS

@@ -80,7 +80,8 @@ def fuse[**P, R](
 
     Args:
         function: a function of arrays of any shape and dtype, in pytrees. The Triton kernels take no 64-bit arrays.
-            Other arguments are passed on unchanged.
+            They multiply float8_e4m3fn and float8_e5m2 in eight bits, forward, on GPUs of compute capability 8.9 and
+            higher. Other arguments are passed on unchanged.
         implementation: "triton", "xla", or a sequence of them, of which the first that can compute a region is used.
             None: the Triton kernels where the program is lowered for CUDA, and a scan over key tiles elsewhere.
             "reference": `function` unchanged.

@@ -257,6 +257,7 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
     Args:
         function: the function, or the result of `fuse`. `jax.ShapeDtypeStruct` may replace arrays of the arguments.
             It is then unknown which tiles are skipped by masks that depend on these arrays.
+
     Returns:
         A function of the same arguments that returns an `Explanation`.
 

@@ -3,8 +3,7 @@
 Programs are persistent: each takes one tile of queries after another. The schedule applies to a softmax of a function
 of one product and of per-query numbers. The softmax may be scaled by other per-query numbers. Biases of queries by keys
 are excluded, because the copy engine must move all operands of a tile. With lists of live tiles, masks may also read
-per-key numbers. Queries and keys have 16 bits or eight. Values have 16,
-or eight as queries and keys have.
+per-key numbers. Queries and keys have 16 bits or eight. Values have 16, or eight if queries and keys have eight.
 """
 
 from dataclasses import dataclass, replace
@@ -77,7 +76,7 @@ class Streamed(OfProduct):
 
     @property
     def has_eight_bit_values(self) -> bool:
-        """Whether values have eight bits, as queries and keys have."""
+        """Whether values have eight bits, as queries and keys do."""
         return is_eight_bit(self.region.value.dtype)
 
     @property
@@ -221,7 +220,7 @@ def _slots(found: OfProduct, features: int, columns: int, chunk: int) -> tuple[i
     """
     width = features * found.query.source.dtype.itemsize
     own = 2 if _staging_of(found, features, columns) == "own" else 0
-    # Values of eight bits have as many bytes as others, because they are also there transposed.
+    # Eight-bit values take as many bytes as 16-bit ones, because a transposed copy is stored, too.
     once, each = ROWS * columns * own, chunk * (width + columns * 2)
     query_slots = 2 if once + 2 * ROWS * width + _FEWEST_SLOTS * each <= SHARED_BYTES else 1
     slots = (SHARED_BYTES - once - query_slots * ROWS * width) // each

@@ -1,1 +1,1 @@
-"""Paged attention: few queries against a long paged cache of keys and values."""
+"""Paged attention: queries of decoding and of prompts against a paged cache of keys and values."""

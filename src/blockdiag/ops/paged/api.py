@@ -1,4 +1,4 @@
-"""Paged attention of few queries to a long cache of keys and values: the public functions and the batching rule."""
+"""Paged attention, in which queries attend to a paged cache: the public functions and the batching rule."""
 
 import dataclasses
 import functools
@@ -80,19 +80,19 @@ def paged_attention(
     implementation: str | Sequence[str] | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Compute attention of the last few queries of each sequence to its keys and values in a paged cache.
+    """Compute attention of the last queries of each sequence to its keys and values in a paged cache.
 
-    Key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``, for j below
-    ``kv_lengths[b]``. The lengths include the new tokens, so the last query has the position of the last key. Query
-    head n attends to key head n // (N // K). Softmax and sums are float32 (float64 for float64 queries). The output is
-    rounded once. Results are bitwise repeatable.
+    The queries are new tokens, drafts or prompts. Key j of sequence b is row ``j % page_size`` of page
+    ``page_table[b, j // page_size]``, for j below ``kv_lengths[b]``. The lengths include the new tokens, so the last
+    query has the position of the last key. Query head n attends to key head n // (N // K). Softmax and sums are float32
+    (float64 for float64 queries). The output is rounded once. Results are bitwise repeatable.
 
     Keys and values beyond the lengths, pages that no sequence uses and unused entries of the table may hold anything,
     even NaN. They never reach a result. A sequence without keys gives the output 0 and the log-sum-exp -inf.
 
-    The keys of each sequence are divided into splits, which are computed in parallel and merged. The number of splits
-    changes the result only by rounding. The schedule of a call depends on shapes and options, never on lengths, so
-    calls work under `jax.jit` and in CUDA graphs.
+    The keys of sequences with few queries are divided into splits, which are computed in parallel and merged. The
+    number of splits changes the result only by rounding. The schedule of a call depends on shapes and options, never on
+    lengths, so calls work under `jax.jit` and in CUDA graphs.
 
     For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` over any axes, `jax.shard_map`
     and `jax.export`. On a mesh, `query` may be sharded over batch rows and heads, the pages over heads, and a
@@ -102,14 +102,14 @@ def paged_attention(
 
     Args:
         query: [B, T, N, H], T queries of each sequence; or packed [rows, N, H] with `query_offsets`, any number of
-            queries of each, such as prompts beside decoding sequences. float16,
-            bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
+            queries of each, such as prompts beside decoding sequences. float16, bfloat16, float32, float64,
+            float8_e4m3fn or float8_e5m2.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], N a multiple of K. Page size
-            and V may be any number. Each has the dtype of `query` or an 8-bit dtype, float8_e4m3fn, float8_e5m2 or
-            int8, which needs a scale. With an 8-bit query both must be 8-bit floats. With ``value_pages=None`` the
-            values are the first `value_dim` columns of the keys, and `key_scale` is a factor on both. This is the
-            latent cache of MLA in its absorbed form, with K = 1: rows of 512 latent and 64 rotary columns, read once.
-            `scale` is then that of the model, such as 1 / sqrt(128 + 64), since H is 576.
+            and V may be any number. Each has the dtype of `query` or an 8-bit dtype: float8_e4m3fn, float8_e5m2 or
+            int8. int8 needs a scale. With an 8-bit query both must be 8-bit floats. With ``value_pages=None`` the
+            values are the first `value_dim` columns of the keys, and `key_scale` is a factor on both. An example is
+            the latent cache of MLA in its absorbed form, with K = 1: rows of 512 latent and 64 rotary columns, read
+            once. Then pass the model's `scale`, such as 1 / sqrt(128 + 64), since H is 576.
         value_dim: V without `value_pages`, 1 to H, known when tracing; otherwise None.
         page_table: int32 [B, max_pages], page numbers. Known entries that keys use are checked; outside `jax.jit` the
             check waits until they are computed. Traced entries are clipped to [0, P). None means a contiguous cache,
@@ -121,9 +121,9 @@ def paged_attention(
             clipped to [0, T].
         query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Offsets
             start with 0 and do not decrease. Rows beyond the last offset give 0 and -inf.
-        max_query_length: upper bound on the queries of a packed sequence, known when tracing; None for no bound. It
-            helps if no sequence has more than 64 / (N / K) queries. A longer sequence raises a ValueError where
-            offsets are known; where they are traced, its results are right or NaN, or 0 if the bound is 0.
+        max_query_length: upper bound on the queries of a packed sequence, known when tracing; None for no bound. A
+            bound of at most 64 / (N / K) makes calls faster. A longer sequence raises a ValueError where offsets are
+            known; where they are traced, its results are right or NaN, or 0 if the bound is 0.
         scale: positive factor on the scores; 1 / sqrt(H) when None. Known when tracing.
         is_causal: whether the keys after a query's own position are masked.
         local_window_size: maximum number of keys that a query sees before and after its own position, as in
@@ -136,10 +136,10 @@ def paged_attention(
             kernels multiply scores, weights or outputs; scaled keys and values are never written to memory.
         query_scale: the same for queries: a number, or float32 of shape [] or [B, K], by key head.
         query_dtype: float8_e4m3fn or float8_e5m2, to which queries are rounded, for caches of 8-bit floats. Numbers
-            beyond the largest one, also infinite ones, become that one; `query_scale` is a factor of the rounded
-            queries. None: queries keep their dtype. If queries, keys and values have one eight-bit dtype, the products
-            of prompts on Hopper have eight-bit operands: weights are rounded to float8_e4m3fn, too. This takes a third
-            of the time of widened operands, and is less accurate.
+            beyond the largest finite one, also infinity, saturate; `query_scale` is a factor of the rounded queries.
+            None: queries keep their dtype. If queries, keys and values have one 8-bit dtype, prompts on Hopper use
+            8-bit products for H = V = 64 or 128, and weights are rounded to float8_e4m3fn, too. This takes a third of
+            the time of widened operands, and is less accurate.
         num_splits: number of equal parts that the keys of each sequence are divided into, 1..256; chosen from the
             shapes when None.
         split_size: keys per split, a multiple of 64, instead of `num_splits`. Every bit of a sequence's result is then

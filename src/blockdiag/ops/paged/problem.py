@@ -19,9 +19,9 @@ NO_BOUND = 2**31 - 1
 WIDE_HEAD = 256
 """Columns of keys or values beyond which one program occupies a multiprocessor."""
 
-# Rows of a tile of queries, over all heads that share a key head: of prompts computed apart, and otherwise.
+# Rows of a tile of queries, over all heads that share a key head: of prompts with a launch of their own, and otherwise.
 _PROMPT_ROWS, _TILE_ROWS = 128, 64
-# Rows of the sequences that are computed apart from prompts.
+# The most rows of sequences that the launch of prompts leaves to the splits' kernel.
 _FEW_ROWS = 32
 
 PAGED = Operation("paged_attention", "blockdiag.ops.paged", ("reference", "xla", "triton"))

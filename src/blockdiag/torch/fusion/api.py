@@ -107,7 +107,7 @@ def fuse(
 
 
 def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
-    """Return a function of tensors that explains what `fuse` makes of a call, which only evaluates masks.
+    """Return a function of tensors that reports what `fuse` finds in a call; only masks are evaluated.
 
     This is the PyTorch version of `blockdiag.explain`.
 

@@ -105,7 +105,7 @@ class RowFormat:
         scale: what a scale belongs to.
         largest: the largest number of an eight-bit dtype, otherwise None.
         is_integer: whether the dtype is an integer.
-        grid: of an integer, the offset that rounds to integers. Of a float, the factor of the offset that rounds to the
+        grid: for integers, the offset that rounds to integers. For floats, the factor of the offset that rounds to the
             dtype's grid, or None if the machine's conversion rounds.
         lowest: the smallest normal number of an eight-bit float, otherwise None.
         smallest_scale: lower bound of scales that are computed from rows.

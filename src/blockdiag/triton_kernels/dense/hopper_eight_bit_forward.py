@@ -1,9 +1,9 @@
-"""Template in Gluon of the forward kernel for Hopper that streams keys and values, all of eight bits.
+"""Template in Gluon of the forward kernel for Hopper that streams eight-bit keys and values.
 
 It divides the work as `hopper_forward` does, and calls the same generated functions. Two things differ:
 
 - `load` has four warps, which transpose values: see `parts.transposed_tiles`.
-- The tensor cores keep about 14 bits of their sums. So the products of each chunk are added to float32 sums.
+- The tensor cores keep about 14 bits of their sums, so the products of each chunk are added to float32 sums.
 
 Weights are relative to the largest one of the row, times a power of two that uses the range of their dtype.
 """
@@ -193,7 +193,7 @@ def attend(memory, arrays, place, numbers, query, query_more, number, masked, li
            FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Attend to the chunks of an item, of which `number` is the first.
 
-    Returns the sums of weights times values, and of each row the largest score and the sum of weights.
+    Returns the sums of weights times values and, for each row, the largest score and the sum of weights.
     """
     HALF: gl.constexpr = SHAPE.rows // 2
     COLUMNS: gl.constexpr = SHAPE.columns

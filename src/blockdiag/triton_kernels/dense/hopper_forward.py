@@ -10,9 +10,9 @@ so the next item is then loaded once the results of the last one have left.
 | 4 + 4 | `compute` | 64 queries each: products, softmax, results |
 | 1 | `load` | take items, read lists, load queries, keys and values into rings of slots |
 
-A compute group starts the scores of a chunk before the value product of the chunk before. That value product then
-runs while the exponentials of the chunk are computed, as in FlashAttention-3 (Shah et al., 2024). Of the chunks of an
-item, all of which are live, those come first that a mask may hide in part: the masked chunks.
+A compute group starts the scores of a chunk before the value product of the previous chunk. That value product then
+runs while the exponentials of the chunk are computed, as in FlashAttention-3 (Shah et al., 2024). All chunks of an item
+are live. Masked chunks, which a mask may hide in part, come first.
 
 Tiles have powers of two as sizes, so a head dimension of 96 or 192 is moved and multiplied in two parts: 64 + 32, or
 128 + 64. The names of second parts end in "_more".
@@ -428,7 +428,7 @@ def attend(memory, arrays, place, numbers, query, query_more, number, count, mas
            GROUP: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Attend to the chunks of item `count`, of which `number` is the first.
 
-    Returns the sums of weights times values in both parts, and of each row the largest score and the sum of weights.
+    Returns the sums of weights times values in both parts and, for each row, the largest score and the sum of weights.
     """
     HALF: gl.constexpr = SHAPE.rows // 2
     COLUMNS: gl.constexpr = SHAPE.columns

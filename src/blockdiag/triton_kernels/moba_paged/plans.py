@@ -1,6 +1,6 @@
 """Launch plans of MoBA over a paged cache: block scores, block selection, and attention to tiles of blocks.
 
-These are the launches of few queries; those of prompts are in `prompts`.
+These launches are for few queries; `prompts` has those of prompts.
 """
 
 import dataclasses

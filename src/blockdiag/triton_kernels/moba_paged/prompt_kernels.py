@@ -1,5 +1,4 @@
-"""Kernels of prompts over a paged cache that MoBA's own kernels do not have: tables of blocks and of queries, and wider
-queries."""
+"""Kernels that prepare prompts over a paged cache for MoBA's own kernels: block and query tables, widened queries."""
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
 # fmt: off

@@ -1,7 +1,7 @@
 """Launches of MoBA over a paged cache for prompts: MoBA's own kernels, which find keys and values through the table.
 
-Each query of a few reads its own blocks. The queries of a prompt are instead listed by block, so that a block is read
-once for all queries that chose it.
+In calls with few queries, each query reads its own blocks. The queries of a prompt are instead listed by block, so that
+a block is read once for all queries that chose it.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ _WIDENED_ELEMENTS = 2048
 
 
 def is_prompt(problem: MoBAPagedProblem) -> bool:
-    """Return whether a call runs as a prompt. This follows from shapes and dtypes, and not from the lengths."""
+    """Return whether a call runs as a prompt. This follows from shapes and dtypes, not from lengths."""
     call = problem.paged
     if call.query_tokens < PROMPT_QUERIES or call.head_dim != call.value_dim:
         return False

@@ -112,7 +112,7 @@ class PagedShape:
         has_values: whether values have pages of their own; otherwise they are the first columns of the keys.
         entries: what programs compute: tiles, whole sequences of a table of tiles, or sequences without a table.
         is_long: whether there may be more entries than the last axis of a grid can have; they are then on the first.
-        fewest, most: of sequences with less or more queries, the launch computes nothing; None for no bound.
+        fewest, most: bounds on the queries of a sequence; the launch skips other sequences. None for no bound.
     """
 
     query_tokens: int
@@ -213,7 +213,7 @@ class MergeConstants:
         value_columns: `value_dim` padded to a power of two.
         parts: parts that are loaded at once.
         entries: see `PagedShape`; with a table, rows lie in packed results.
-        most: of sequences with more queries, the launch merges nothing; None for no bound.
+        most: upper bound on the queries of a sequence; the launch skips other sequences. None for no bound.
     """
 
     query_tokens: int

@@ -1,10 +1,11 @@
 """Kernels of paged attention: queries attend to one split of a sequence's keys, then the splits are merged.
 
-They are made for few queries. Prompts have a kernel of their own on Hopper; elsewhere they are computed here, too.
+They are tuned for few queries. On Hopper, `hopper_prompts`, `hopper_eight_bit_prompts` and `hopper_latent` replace them
+for some prompts and latent caches; all other calls are computed here.
 
 The queries of all heads that share a key head are rows of one tile, so the cache is read once. Few rows become the
-right operand of products, after the keys or the transposed values. Tensor cores accept 8 rows there, and each warp has
-its own keys, which are widened once.
+right operand of products, after the keys or the transposed values. Tensor cores accept 8 rows there. Each warp then
+holds its own keys, and widens keys of eight bits once.
 
 Head dimensions beyond 256 are multiplied in two parts, each a power of two. A latent cache has no values of its own:
 they are the first columns of its keys, and one tile in shared memory is an operand of both products.
@@ -152,8 +153,8 @@ def multiply(b_cache, b_rows, b_sum, TILE: tl.constexpr):
 def add_scores(b_cache, b_rows, b_scores, b_factor, TILE: tl.constexpr):
     """Return `b_scores` plus the product of some columns of keys and queries; `b_scores` is None for the first columns.
 
-    Scores of tiles with `masks_edges` are multiplied by their factor here. A product that another one continues would
-    be computed by each warp group, and the compiler turns a sum into a continued product, but not a sum of multiples.
+    With `masks_edges`, the scores are multiplied by their factor here. The compiler would otherwise accumulate the
+    second product onto the first, and each warp group would compute all scores. A factor on each prevents this.
     """
     if TILE.masks_edges:
         b_product = multiply(b_cache, b_rows, None, TILE) * along(b_factor, 1 if TILE.is_keys_first else 0)
@@ -334,8 +335,8 @@ def paged_splits(arrays: SplitArrays, scalars: SplitScalars, SHAPE: tl.constexpr
             b_exp = tl.exp2(b_scores * (2.0 * LOG2_E / scalars.soft_cap))
             b_scores = (1.0 - 2.0 / (1.0 + b_exp)) * (scalars.soft_cap * LOG2_E)
         if TILE.masks_edges:
-            # The compiler gives both products of a chain one arrangement of warps, in which each warp group would
-            # compute all scores. A branch between them ends the chain, and the warp groups divide the keys.
+            # The compiler arranges warps alike for both products of a chain, so each warp group would compute all
+            # scores. A branch between the products ends the chain, and the warp groups divide the keys.
             is_edge = at + KEYS > end
             if OPTIONS.is_causal and SHAPE.query_tokens > 1:
                 is_edge = is_edge | (at + KEYS - 1 > first_position)

@@ -5,7 +5,7 @@ It divides the work as `hopper_prompts` does. Three things differ:
 - `load` transposes values, see `parts.transposed_tiles`.
 - Weights are rounded to e4m3. They are relative to the largest weight of the row, times a power of two that uses the
   whole range.
-- The tensor cores keep about 14 bits of their sums. So the products of each chunk are added to float32 sums.
+- The tensor cores keep about 14 bits of their sums, so the products of each chunk are added to float32 sums.
 
 Scales of tokens multiply products of queries and keys, or weights before they are rounded. These weights then have a
 unit of their own for each row: the largest one so far becomes 256. Tokens that a row does not see have no influence.
@@ -231,7 +231,8 @@ def weigh(memory, numbers, b_products, number, at, masked, state, R: gl.constexp
           SHAPE: gl.constexpr):
     """Return the weights of chunk `number`, the factor of the sums before it, and the new state.
 
-    `state` are of each row the largest score, the sum of weights, and the unit of the weights that multiply values.
+    `state` holds, for each row, the largest score, the sum of weights, and the unit of the weights that multiply
+    values.
     """
     b_last, b_total, b_scale = state
     P: gl.constexpr = gl.SliceLayout(1, b_total.type.layout)
@@ -260,7 +261,7 @@ def weigh(memory, numbers, b_products, number, at, masked, state, R: gl.constexp
 def attend(memory, numbers, query, number, masked, live, SHAPE: gl.constexpr):
     """Attend to the chunks of an item, of which `number` is the first.
 
-    Returns of each row the sums of weights times values, their unit, the largest score, and the sum of weights. Sums
+    Returns, for each row, the sums of weights times values, their unit, the largest score, and the sum of weights. Sums
     and weights have the factor 2^OFFSET.
     """
     HALF: gl.constexpr = SHAPE.rows // 2
@@ -321,7 +322,7 @@ def compute(memory, arrays, scalars, GROUP: gl.constexpr, SHAPE: gl.constexpr):
                 unit = unit * score_scale
         # Exponents are scores, perhaps times -1, times a positive factor.
         is_negative = unit < 0
-        # A NaN stays one.
+        # NaN is preserved.
         unit = gl.where(gl.abs(unit) < TINY, TINY, gl.abs(unit))
         slot = count % SHAPE.query_slots
         mbarrier.wait(memory.query_full.index(slot), count // SHAPE.query_slots % 2)

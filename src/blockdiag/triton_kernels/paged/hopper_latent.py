@@ -10,9 +10,10 @@ take half of the registers of a multiprocessor, so there is one program on each.
 | 1 or 4 | `load_keys`, `copy_keys` or `widen_keys` | find keys in the pages, and load them |
 
 Each chunk of keys is an operand of both products. It arrives and is freed in blocks of columns, since there is room for
-two chunks only. The last 64 columns belong to keys alone. Once a chunk has scores, its weights take their place, and
-both groups read them from there. So while a group computes the weights of a chunk, its value product with the chunk
-before is in flight, and the other group's products are, too. FlashMLA (DeepSeek, 2025) divides the work likewise.
+two chunks only. The last 64 columns belong to keys alone. Once the scores of a chunk are complete, its weights
+overwrite these columns, and both groups read them there. While a group computes the weights of a chunk, its value
+product with the previous chunk is in flight, and so are the other group's products. FlashMLA (DeepSeek, 2025) divides
+the work likewise.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -61,9 +62,9 @@ class Memory(NamedTuple):
         query_slot: its number, 0.
         key: the first part of the columns of keys, which are the values.
         key_more: the second part, then the weights of the chunk.
-        base: of each row the score that the weights of a chunk are relative to.
+        base: for each row, the score that the weights of a chunk are relative to.
         shrink, grown: factors of the results before a chunk, and for each warp's rows whether any is not 1.
-        total, total_base: of each group the sums of its weights, and the scores that they are relative to.
+        total, total_base: for each group, the sums of its weights, and the scores that they are relative to.
         key_scale: scales of the keys of a chunk.
         row_numbers: rows in the pool of the keys of a chunk.
         query_rows: rows of queries.
@@ -119,7 +120,7 @@ def zero_values(key, rows):
     for i in gl.static_range(key.shape[1] // 64):
         columns = key.slice(i * 64, 64, 1)
         b_value = columns.load(LINES)
-        # Threads write what they have read themselves. The compiler would put a barrier here anyway.
+        # Each thread writes only what it has read. The compiler would put a barrier here anyway.
         thread_barrier()
         columns.store(gl.where(m_row, b_value, gl.full_like(b_value, 0.0)))
 
@@ -136,7 +137,7 @@ def mask(b_score, r_k, b_first, b_last, OPTIONS: gl.constexpr):
 @gluon.jit
 def start_scores(memory, at, b_none, LOADING: gl.constexpr):
     """Start the products of queries with chunk `at` of keys, as its blocks arrive."""
-    # If it knew this number, the compiler would keep all descriptors of products in registers, which there are not.
+    # With a constant, the compiler would keep all descriptors of products in registers, and there are not enough.
     query_slot = read_number(memory.query_slot)
     slot = (at + query_slot) % SLOTS
     query = memory.query.index(query_slot)

@@ -152,7 +152,7 @@ def copy_keys(memory, arrays, scalars, SHAPE: gl.constexpr, TILE: gl.constexpr, 
 def boxes_of(arrays, scalars, keys, key, span, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """Return the rows in the pool of the boxes of a chunk, whose keys are counted from the start of the sequence.
 
-    Of keys beyond the end, any that exist are loaded.
+    Keys beyond the end are loaded, too, if they exist.
     """
     BOX: gl.constexpr = keys.block_shape[0]
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])

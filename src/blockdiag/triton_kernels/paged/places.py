@@ -1,6 +1,6 @@
-"""Where the queries, keys and results of a program of paged attention are.
+"""Device functions that locate the queries, keys and results of a program of paged attention.
 
-These device functions compute scalars, or vectors without a layout of their own, so kernels in Gluon call them, too.
+They compute scalars, or vectors without a layout of their own, so kernels in Gluon call them, too.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.

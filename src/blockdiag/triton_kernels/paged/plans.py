@@ -139,7 +139,7 @@ def _kind_of(dtype: str) -> Any:
 # Hopper has 50 MB of L2.
 _STREAMED_BYTES = 32 << 20
 LOG2_E = math.log2(math.e)
-# Masked scores are less.
+# Scores below this number are masked.
 NO_KEY = -3e38
 
 
@@ -263,7 +263,7 @@ class PagedLaunch:
 
     @property
     def _entries(self) -> Entries:
-        """What the programs of this launch compute."""
+        """The entries that the programs of this launch compute."""
         if self.problem.num_tiles is None:
             return "sequences"
         return "tiles" if self.problem.few_queries is None or self.kind == "prompts" else "wholes"

@@ -39,8 +39,8 @@ def paged_tiles(p_query_offsets, p_query_lengths, p_kv_lengths, p_tiles, p_zeros
                 ENTRIES: tl.constexpr, SEGMENTS: tl.constexpr):
     """Build the table, and store 0 in `p_zeros`.
 
-    See `TilesLaunch` for FORM. Of the segments, number FIRST is a sequence, and then each one after EACH more. The
-    sequences of a batch have `longest` rows.
+    See `TilesLaunch` for FORM. Segment FIRST is a sequence, and from there every EACH-th segment. The sequences of a
+    batch have `longest` rows.
     """
     o_entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     m_whole = o_entry >= num_tiles
@@ -116,7 +116,7 @@ class TilesLaunch:
 
     @property
     def form(self) -> Literal["offsets", "lengths", "batch"]:
-        """What gives the queries of sequences: offsets, lengths, or the shape of the batch."""
+        """The source of the sequences' queries: offsets, lengths, or the shape of the batch."""
         if self.problem.packed_rows is not None:
             return "offsets"
         return "lengths" if self.problem.has_query_lengths else "batch"

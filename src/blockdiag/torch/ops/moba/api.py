@@ -71,7 +71,7 @@ def moba_attention(
     context_parallel: ContextParallel | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Attend from each query of each head to its own block and to the blocks with the best centroid scores.
+    """Compute mixture of block attention: each query attends to its own block and to the best-scoring other blocks.
 
     This is the PyTorch version of `blockdiag.moba_attention`, with the same arguments and meaning. On CUDA it launches
     the same Triton kernels on the current stream, without JAX, and never waits for the device. It consists of

@@ -85,7 +85,7 @@ def moba_paged_attention(
     via: Literal["jax"] | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Attend from the last queries of each sequence to a paged KV cache, by mixture of block attention.
+    """Compute mixture of block attention of the last queries of each sequence to a paged cache.
 
     This is the PyTorch version of `blockdiag.moba_paged_attention`, with the same arguments and meaning. On CUDA it
     launches the same Triton kernels on the current stream, without JAX, and never waits for the device. A CUDA graph

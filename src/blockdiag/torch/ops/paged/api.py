@@ -1,4 +1,4 @@
-"""Paged attention for torch: few queries against a long KV cache; the public functions."""
+"""Paged attention for torch, in which queries attend to a paged cache: the public functions."""
 
 import functools
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def paged_attention(
     via: Literal["jax"] | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Attend from the last few queries of each sequence to its keys and values, which lie in pages of a pool.
+    """Compute attention of the last queries of each sequence to its keys and values in a paged cache.
 
     This is the PyTorch version of `blockdiag.paged_attention`, with the same arguments and meaning. On CUDA it launches
     the same Triton kernels on the current stream, without JAX. It never waits for the device, because shapes and
@@ -100,13 +100,13 @@ def paged_attention(
 
     Args:
         query: [B, T, N, H], T queries of each sequence; or packed [rows, N, H] with `query_offsets`, any number of
-            queries of each, such as prompts beside decoding sequences. float16,
-            bfloat16, float32, float64, float8_e4m3fn or float8_e5m2, on a CPU or a CUDA device. A query that is not
-            contiguous or not aligned to 16 bytes is copied.
+            queries of each, such as prompts beside decoding sequences. float16, bfloat16, float32, float64,
+            float8_e4m3fn or float8_e5m2, on a CPU or a CUDA device. A query that is not contiguous or not aligned to
+            16 bytes is copied.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], contiguous (a cache is never
-            copied), in the dtype of `query` or in an 8-bit dtype, also int8; see the JAX function. With
-            ``value_pages=None`` the values are the first `value_dim` columns of the keys, as in MLA's latent caches,
-            and `key_scale` is a factor on both.
+            copied). Each has the dtype of `query` or an 8-bit dtype: float8_e4m3fn, float8_e5m2 or int8. int8 needs a
+            scale. With an 8-bit query both must be 8-bit floats. With ``value_pages=None`` the values are the first
+            `value_dim` columns of the keys, as in MLA's latent caches, and `key_scale` is a factor on both.
         value_dim: V without `value_pages`, 1 to H; otherwise None.
         page_table: int32 [B, max_pages], page numbers. On the CPU entries that hold keys are checked. On a GPU a check
             would wait for the device, so entries are clipped to [0, P). None for a contiguous cache, [B, S, K, H].
@@ -116,8 +116,8 @@ def paged_attention(
             Rows beyond give 0 and -inf.
         query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Rows beyond
             the last offset give 0 and -inf.
-        max_query_length: maximum length of a packed sequence of queries; no bound when None. It helps if no sequence
-            has more than 64 / (N / K) queries. A longer sequence is a ValueError on the CPU; on a GPU its results are
+        max_query_length: upper bound on the queries of a packed sequence; no bound when None. A bound of at most
+            64 / (N / K) makes calls faster. A longer sequence is a ValueError on the CPU; on a GPU its results are
             right or NaN, or 0 if the bound is 0.
         scale: positive factor on the scores; 1 / sqrt(H) when None.
         is_causal: whether a query sees no keys after its own position.
