@@ -287,7 +287,7 @@ def section(table: Table) -> str:
                 reasons.setdefault(declined[-1], []).append(column)
         lines.append(f"| {row.label} | {' | '.join(cells)} |")
     if reasons:
-        lines += ["", "Errors for unsupported calls (of each row, the last such call):", ""]
+        lines += ["", "Errors for unsupported calls; a row with several shows the last:", ""]
     for reason, by in reasons.items():
         text = f"- {' and '.join(dict.fromkeys(by))}: {reason}."
         lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
