@@ -1,4 +1,4 @@
-"""Block-diagonal attention for JAX, with Triton kernels that PyTorch launches too (see `blockdiag.torch`).
+"""Block-sparse attention for JAX, with Triton kernels that PyTorch launches too (see `blockdiag.torch`).
 
 Names are resolved on first use, so that `blockdiag.torch` can be imported without JAX.
 """
@@ -98,7 +98,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
 
 
-# A context that JAX learns of after functions were traced makes it trace and compile them all again: so it learns of
-# ours as early as can be without importing it.
+# JAX traces and compiles all functions again if a context is registered after they were traced. The library's context
+# is therefore registered as early as possible without importing JAX.
 if "jax" in sys.modules:
     importlib.import_module("blockdiag.interop.targets")

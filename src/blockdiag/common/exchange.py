@@ -297,7 +297,7 @@ _exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
 def _add(*gradients: Any) -> Any:
-    """Add up gradients in float32. Those of integers have no value."""
+    """Add up gradients in float32. Gradients of integers have no value."""
     first = gradients[0]
     if first.dtype == jax.dtypes.float0:
         return first

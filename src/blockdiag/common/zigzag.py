@@ -96,7 +96,7 @@ def from_zigzag(x: jax.Array, axis: str, tokens: int) -> jax.Array:
     devices = jax.lax.axis_size(axis)
     first, second = jnp.split(x, 2, axis=tokens)
     is_odd = jax.lax.axis_index(axis) % 2 == 1
-    # Of parts d and 2 devices - 1 - d of device d, exactly one is even.
+    # Device d has parts d and 2 devices - 1 - d. Exactly one of them is even.
     even, odd = jnp.where(is_odd, second, first), jnp.where(is_odd, first, second)
     halves = [
         jax.lax.ppermute(half, axis, [(zigzag_owner(2 * device + one, devices), device) for device in range(devices)])

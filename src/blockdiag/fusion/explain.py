@@ -144,7 +144,7 @@ class RegionReport:
 
     @functools.cached_property
     def live(self) -> np.ndarray | None:
-        """Which tiles are visited, bool [.., query tiles, key tiles]; None if `tables` is None."""
+        """The mask of visited tiles, bool [.., query tiles, key tiles]; None if `tables` is None."""
         return None if self.tables is None else self.tables.states(-(-self.sizes["k"] // self.tile[1])) > 0
 
     @property
@@ -154,7 +154,7 @@ class RegionReport:
 
     @property
     def visited(self) -> np.ndarray:
-        """Which tiles of the first batch index are visited, bool [query tiles, key tiles]."""
+        """The mask of visited tiles of the first batch index, bool [query tiles, key tiles]."""
         rows, columns = (-(-self.sizes[axis] // size) for axis, size in zip("qk", self.tile, strict=True))
         return np.ones((rows, columns), bool) if self.live is None else self.live.reshape(-1, rows, columns)[0]
 

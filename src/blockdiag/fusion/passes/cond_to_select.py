@@ -1,7 +1,7 @@
 """Rewrite a `cond` or `switch` that only chooses between masks as an elementwise select.
 
-The same holds for a choice between other arrays through which no derivative flows. Scanned layers that pick a window
-mask or a full mask by a flag are written so. The result of a branch is an array in memory, while a select between
+A choice between other arrays is rewritten, too, if no derivative flows through them. An example is a scan over layers
+that picks a window mask or a full mask by a flag. The result of a branch is an array in memory, while a select between
 elements is a function of positions, as the masks themselves are.
 """
 

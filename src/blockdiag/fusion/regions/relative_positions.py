@@ -87,7 +87,7 @@ class Distances:
 
     Args:
         producers: the equation that computes each variable.
-        sizes: the sizes of labels. That of distances is added.
+        sizes: the sizes of labels. The number of distances is added.
         inputs: the arguments, given on distances, if the program is the body of a called function. Calls within it drop
             their custom derivatives, because the function itself has one.
     """

@@ -73,7 +73,7 @@ def _local_region(region: Region, sizes: tuple[tuple[str, int], ...], summed: fr
         )
         if shape == source.shape:
             return source
-        # Which elements a device has is known only at run time, so the shard gets a key of its own.
+        # The elements of a device are known only at run time, so the shard gets a key of its own.
         return Source(("local", source.key), shape, source.dtype)
 
     leaves: dict[Leaf, Leaf] = {

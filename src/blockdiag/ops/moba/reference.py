@@ -38,7 +38,7 @@ def route(
 ) -> Array:
     """Return the blocks that each query chooses, int32 [N, query_tokens, slots]: by descending score, then -1.
 
-    The score of a block is the dot product of the query with the mean of the block's unmasked keys. Of equal scores,
+    The score of a block is the dot product of the query with the mean of the block's unmasked keys. Among equal scores,
     the later block comes first. A block whose score is NaN is not chosen.
     """
     del interpret

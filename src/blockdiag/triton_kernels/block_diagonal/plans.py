@@ -60,7 +60,7 @@ _RESULTS: Mapping[Pass, tuple[str, ...]] = {
     "query_gradient": ("d_query", "log_sum", "delta"),
     "key_gradient": ("d_key", "d_value"),
 }
-# The same arrays for packed calls: one array holds query, key and value, and another one their gradients.
+# Packed calls have fewer arrays: one array holds query, key and value, and another one their gradients.
 _PACKED_OPERANDS: Mapping[Pass, tuple[str, ...]] = {
     "forward": ("query",),
     "backward": ("query", "output_cotangent"),

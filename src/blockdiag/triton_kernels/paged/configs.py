@@ -115,7 +115,7 @@ def split_config(problem: PagedProblem, arch: int) -> SplitConfig:
 def _preferred_config(problem: PagedProblem, arch: int) -> SplitConfig:
     """Return the configuration of a launch regardless of shared memory.
 
-    Of the tiles tried on an H200 these read the cache fastest, with two or three programs on a multiprocessor.
+    These tiles read the cache fastest among those tried on an H200, with two or three programs on a multiprocessor.
     """
     rows = row_tile(problem)
     if problem.query_dtype == "float32":
