@@ -450,3 +450,9 @@ def test_empty_calls_return_zeros():
 
 def test_cases_cover_every_eight_bit_dtype():
     assert {case.paged.cache_dtype for case in CASES.values()} >= {*EIGHT_BITS, *INTEGERS}
+
+
+def test_pages_without_values_raise_value_error():
+    arguments, _ = last_rows_of_moba(1)
+    with pytest.raises(ValueError, match="`value_pages` must be an array, got None"):
+        moba_paged_attention(**arguments | {"block_size": 16, "top_k": 3, "value_pages": None})

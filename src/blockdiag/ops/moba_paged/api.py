@@ -142,6 +142,11 @@ def moba_paged_attention(
         >>> moba_paged_attention(query, key, value, None, kv_lengths, key_centroids, block_size=16, top_k=3).shape
         (1, 1, 4, 32)
     """
+    if value_pages is None:
+        raise ValueError(
+            "`value_pages` must be an array, got None: latent caches are taken by `paged_attention` only; pass the "
+            "latent columns of the keys as pages of their own"
+        )
     query, key_pages, value_pages = jnp.asarray(query), jnp.asarray(key_pages), jnp.asarray(value_pages)
     options = dict(block_size=block_size, top_k=top_k, scale=scale)
     arrays = dict(
