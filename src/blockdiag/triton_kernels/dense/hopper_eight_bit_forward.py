@@ -28,14 +28,16 @@ from blockdiag.triton_kernels.dense.hopper_forward import (
     WARPS,
     ForwardShape,
     announce,
+    begin_item,
+    chunk_at,
     finish_item,
     finish_scores,
+    load_chunk_keys,
     load_parts,
     make_ring,
     next_item,
     place_of,
     start_scores,
-    write_number,
 )
 from blockdiag.triton_kernels.launch.gluon_names import thread_barrier
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
@@ -104,42 +106,17 @@ def turn_values(memory, number, SHAPE: gl.constexpr):
 def load(memory, matrices, p_counts, p_tiles, p_counter, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Take items, announce them, load their queries, keys and values, and transpose the values."""
     SLOTS: gl.constexpr = SHAPE.slots
-    QUERY_SLOTS: gl.constexpr = SHAPE.query_slots
     number = 0
     count = 0
     item = gl.program_id(0)
     while item < SHAPE.lines * SHAPE.query_tiles:
-        line, tile = place_of(item, SHAPE)
-        place = FUNCTIONS.place(line)
-        list_index = 0
-        full = 0
-        live = SHAPE.chunks
-        if SHAPE.is_listed:
-            list_index = FUNCTIONS.line_at(place) * SHAPE.query_tiles + tile
-            full = gl.load(p_counts + list_index * 2)
-            live = gl.load(p_counts + list_index * 2 + 1)
-        announce(memory, count, item, live - full, live)
-        slot = count % QUERY_SLOTS
-        mbarrier.wait(memory.query_empty.index(slot), count // QUERY_SLOTS % 2 ^ 1)
-        row, column = FUNCTIONS.query_at(place, tile * SHAPE.rows)
-        load_parts(matrices.query, matrices.query_more, memory.query_full, row, column, memory.query, memory.query_more,
-                   slot, SHAPE.features_more > 0)
+        place, list_index, full, live = begin_item(memory, matrices, p_counts, item, count, FUNCTIONS, SHAPE)
         walk = FUNCTIONS.walk(p_counts, p_tiles, list_index)
         following = item
         for at in range(gl.maximum(live, 1)):
-            chunk = at
-            if SHAPE.is_listed:
-                # Lists have full tiles first.
-                listed = gl.where(at < live - full, at + full, at + full - live)
-                chunk = FUNCTIONS.tile_at(p_tiles, list_index, walk, listed)
+            chunk = chunk_at(p_tiles, list_index, walk, at, full, live, FUNCTIONS, SHAPE)
+            load_chunk_keys(memory, matrices, place, chunk, number, FUNCTIONS, SHAPE)
             slot = number % SLOTS
-            mbarrier.wait(memory.key_empty.index(slot), number // SLOTS % 2 ^ 1)
-            if SHAPE.is_listed:
-                write_number(memory.tiles.index(slot), chunk)
-                thread_barrier()
-            row, column = FUNCTIONS.key_at(place, chunk * SHAPE.chunk)
-            load_parts(matrices.key, matrices.key_more, memory.key_full, row, column, memory.key, memory.key_more, slot,
-                       SHAPE.features_more > 0)
             # The chunk that the slot had has been transposed, because there are at least two slots.
             row, column = FUNCTIONS.value_at(place, chunk * SHAPE.chunk)
             load_parts(matrices.value, matrices.value_more, memory.staged, row, column, memory.value, memory.value_more,
