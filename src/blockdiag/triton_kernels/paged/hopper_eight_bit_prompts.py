@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -34,20 +33,21 @@ from blockdiag.triton_kernels.dense.hopper_forward import (
     next_item,
     read_number,
     start_scores,
-    write_number,
 )
 from blockdiag.triton_kernels.launch.gluon_names import thread_barrier
 from blockdiag.triton_kernels.paged.arguments import PromptArrays, PromptScalars
 from blockdiag.triton_kernels.paged.hopper_prompts import (
     COPYING,
     PromptShape,
+    begin_chunk,
     chunks_of,
-    copy_rows,
     find_pages,
     finish_rows,
     head_rows,
     keys_of_chunk,
+    load_keys,
     load_queries,
+    load_values,
     per_query,
     place_of,
     plain_score,
@@ -143,9 +143,6 @@ def load_scales(memory, arrays, place, b_row, key_head, SHAPE: gl.constexpr):
 @gluon.jit
 def load(memory, arrays, scalars, SHAPE: gl.constexpr):
     """Take items, announce them, and load their queries, keys and values."""
-    SLOTS: gl.constexpr = SHAPE.slots
-    CHUNK: gl.constexpr = SHAPE.chunk
-    WIDTH: gl.constexpr = SHAPE.features
     items = scalars.num_tiles * SHAPE.key_heads
     row_numbers = memory.row_numbers
     number = 0
@@ -163,22 +160,12 @@ def load(memory, arrays, scalars, SHAPE: gl.constexpr):
             load_queries(memory, row_numbers, arrays, row, queries, key_head, count, SHAPE)
             visits = gl.maximum(live, 1)
             for at in range(visits):
-                place = number % SLOTS
                 b_row = pool_rows(scalars, b_page, o_key, keys, SHAPE)
-                mbarrier.wait(memory.key_empty.index(place), number // SLOTS % 2 ^ 1)
-                # All threads have read the numbers of the last rows.
-                thread_barrier()
-                row_numbers.slice(0, CHUNK).store(b_row)
-                write_number(memory.tiles.index(place), chunk)
-                load_scales(memory, arrays, place, b_row, key_head, SHAPE)
-                thread_barrier()
-                copy_rows(memory.key.index(place), arrays.key, row_numbers, SHAPE.key_heads * WIDTH, key_head * WIDTH,
-                          CHUNK, WIDTH)
-                async_copy.mbarrier_arrive(memory.key_full.index(place), increment_count=False)
+                begin_chunk(memory, row_numbers, b_row, chunk, number, SHAPE)
+                load_scales(memory, arrays, number % SHAPE.slots, b_row, key_head, SHAPE)
+                load_keys(memory, row_numbers, arrays, key_head, number, SHAPE)
                 # The chunk that the stage had has been transposed, because there are at least two stages.
-                copy_rows(memory.value.index(number % SLOTS), arrays.value, row_numbers, SHAPE.key_heads * WIDTH,
-                          key_head * WIDTH, CHUNK, WIDTH)
-                async_copy.mbarrier_arrive(memory.staged.index(number % SLOTS), increment_count=False)
+                load_values(memory, row_numbers, arrays, key_head, memory.staged, number, SHAPE)
                 # The pages of the next chunk arrive while values are transposed.
                 chunk, o_key = keys_of_chunk(gl.minimum(at + 1, visits - 1), begin, live, masked_at_end, SHAPE)
                 b_page = find_pages(arrays, scalars, o_key, keys, sequence, SHAPE)

@@ -245,11 +245,44 @@ def load_queries(memory, row_numbers, arrays, row, queries, key_head, count, SHA
 
 
 @gluon.jit
+def begin_chunk(memory, row_numbers, b_row, chunk, number, SHAPE: gl.constexpr):
+    """Write a chunk's number and its rows in the pool, once the slot of its keys is free.
+
+    The chunk is number `number` of the program.
+    """
+    slot = number % SHAPE.slots
+    mbarrier.wait(memory.key_empty.index(slot), number // SHAPE.slots % 2 ^ 1)
+    # All threads have read the numbers of the last rows.
+    thread_barrier()
+    row_numbers.slice(0, SHAPE.chunk).store(b_row)
+    write_number(memory.tiles.index(slot), chunk)
+
+
+@gluon.jit
+def load_keys(memory, row_numbers, arrays, key_head, number, SHAPE: gl.constexpr):
+    """Start copying the keys of a chunk that has begun."""
+    CHUNK: gl.constexpr = SHAPE.chunk
+    WIDTH: gl.constexpr = SHAPE.features
+    slot = number % SHAPE.slots
+    thread_barrier()
+    copy_rows(memory.key.index(slot), arrays.key, row_numbers, SHAPE.key_heads * WIDTH, key_head * WIDTH, CHUNK, WIDTH)
+    async_copy.mbarrier_arrive(memory.key_full.index(slot), increment_count=False)
+
+
+@gluon.jit
+def load_values(memory, row_numbers, arrays, key_head, full, number, SHAPE: gl.constexpr):
+    """Start copying the values of a chunk whose keys are copied, too. Threads arrive at `full` when they arrive."""
+    WIDTH: gl.constexpr = SHAPE.features
+    slot = number % SHAPE.slots
+    copy_rows(memory.value.index(slot), arrays.value, row_numbers, SHAPE.key_heads * WIDTH, key_head * WIDTH,
+              SHAPE.chunk, WIDTH)
+    async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+
+
+@gluon.jit
 def load(memory, row_numbers, arrays, scalars, SHAPE: gl.constexpr):
     """Take items, announce them, and load their queries, keys and values."""
     SLOTS: gl.constexpr = SHAPE.slots
-    CHUNK: gl.constexpr = SHAPE.chunk
-    WIDTH: gl.constexpr = SHAPE.features
     items = scalars.num_tiles * SHAPE.key_heads
     number = 0
     count = 0
@@ -266,24 +299,14 @@ def load(memory, row_numbers, arrays, scalars, SHAPE: gl.constexpr):
             load_queries(memory, row_numbers, arrays, row, queries, key_head, count, SHAPE)
             visits = gl.maximum(live, 1)
             for at in range(visits):
-                place = number % SLOTS
                 b_row = pool_rows(scalars, b_page, o_key, keys, SHAPE)
-                mbarrier.wait(memory.key_empty.index(place), number // SLOTS % 2 ^ 1)
-                # All threads have read the numbers of the last rows.
-                thread_barrier()
-                row_numbers.slice(0, CHUNK).store(b_row)
-                write_number(memory.tiles.index(place), chunk)
-                thread_barrier()
-                copy_rows(memory.key.index(place), arrays.key, row_numbers, SHAPE.key_heads * WIDTH, key_head * WIDTH,
-                          CHUNK, WIDTH)
-                async_copy.mbarrier_arrive(memory.key_full.index(place), increment_count=False)
+                begin_chunk(memory, row_numbers, b_row, chunk, number, SHAPE)
+                load_keys(memory, row_numbers, arrays, key_head, number, SHAPE)
                 # The pages of the next chunk arrive while this one is copied.
                 chunk, o_key = keys_of_chunk(gl.minimum(at + 1, visits - 1), begin, live, masked_at_end, SHAPE)
                 b_page = find_pages(arrays, scalars, o_key, keys, sequence, SHAPE)
-                mbarrier.wait(memory.value_empty.index(place), number // SLOTS % 2 ^ 1)
-                copy_rows(memory.value.index(place), arrays.value, row_numbers, SHAPE.key_heads * WIDTH,
-                          key_head * WIDTH, CHUNK, WIDTH)
-                async_copy.mbarrier_arrive(memory.value_full.index(place), increment_count=False)
+                mbarrier.wait(memory.value_empty.index(number % SLOTS), number // SLOTS % 2 ^ 1)
+                load_values(memory, row_numbers, arrays, key_head, memory.value_full, number, SHAPE)
                 number += 1
             count += 1
         # An item taken earlier might wait for this one while another program is idle.
