@@ -15,6 +15,12 @@ operands do not alias.
 import triton
 import triton.language as tl
 
+from blockdiag.triton_kernels.key_convolution.arguments import (
+    BackwardArrays,
+    BackwardScalars,
+    ForwardArrays,
+    ForwardScalars,
+)
 from blockdiag.triton_kernels.parts.tiles import tile_span
 
 
@@ -50,77 +56,84 @@ def _weighted_sum(b_weights, b_keys, LAST: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def key_convolution_forward(
-    key, weights, p_tiles, output, sequence_length, tiles_per_group,
-    CHANNELS: tl.constexpr, SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
-    TABLE: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr,
-):
+def key_convolution_forward(arrays: ForwardArrays, scalars: ForwardScalars, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Compute the output. SHAPE is a Shape, TILE a Tile."""
+    CHANNELS: tl.constexpr = SHAPE.channels
+    SIZE: tl.constexpr = SHAPE.size
+    RUN: tl.constexpr = TILE.run
+    WIDTH: tl.constexpr = TILE.width
     BLOCKS: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     tile = tl.program_id(0) // BLOCKS
-    start, rows, written, position = tile_span(p_tiles, tile, sequence_length, TILE_ROWS, TABLE, False)
+    start, rows, written, position = tile_span(arrays.tiles, tile, scalars.sequence_length, TILE.rows, SHAPE.has_tiles,
+                                               False)
     o_channel = tl.program_id(0) % BLOCKS * WIDTH + tl.arange(0, WIDTH)[None, :]
     m_channel = o_channel < CHANNELS
-    o_row = tl.arange(0, TILE_ROWS // RUN)[:, None] * RUN
+    o_row = tl.arange(0, TILE.rows // RUN)[:, None] * RUN
     origin = start.to(tl.int64) * CHANNELS
 
-    group = (tile // tiles_per_group).to(tl.int64)
-    b_weights = _load_weights(weights + group * SIZE * CHANNELS, o_channel, m_channel, CHANNELS, SIZE)
+    group = (tile // scalars.tiles_per_group).to(tl.int64)
+    b_weights = _load_weights(arrays.weights + group * SIZE * CHANNELS, o_channel, m_channel, CHANNELS, SIZE)
     # Tiles of padding have positions too, but the rows before them belong to no sequence.
     first = tl.where(rows > 0, -position, 0)
-    b_keys = _load_rows(key + origin, o_row, first, rows, o_channel, m_channel, 1 - SIZE, RUN, CHANNELS)
+    b_keys = _load_rows(arrays.key + origin, o_row, first, rows, o_channel, m_channel, 1 - SIZE, RUN, CHANNELS)
     for step in tl.static_range(RUN):
         b_total = _weighted_sum(b_weights, b_keys, step + SIZE - 1, SIZE)
-        if SILU:
+        if SHAPE.has_silu:
             b_total = b_total / (1.0 + tl.exp(-b_total))
-        if RESIDUAL:
+        if SHAPE.has_residual:
             b_total += b_keys[step + SIZE - 1].to(tl.float32)
-        p_row = output + origin + (o_row + step) * CHANNELS + o_channel
+        p_row = arrays.output + origin + (o_row + step) * CHANNELS + o_channel
         # Rows of padding are written with 0.
-        tl.store(p_row, b_total.to(output.dtype.element_ty), mask=(o_row + step < written) & m_channel)
+        tl.store(p_row, b_total.to(arrays.output.dtype.element_ty), mask=(o_row + step < written) & m_channel)
 
 
 @triton.jit
-def key_convolution_backward(
-    key, weights, output_cotangent, p_tiles, d_key, p_partials, sequence_length, num_tiles, tiles_per_group,
-    CHANNELS: tl.constexpr, SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
-    TABLE: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr,
-):
+def key_convolution_backward(arrays: BackwardArrays, scalars: BackwardScalars, SHAPE: tl.constexpr,
+                             TILE: tl.constexpr):
     """Compute the key's gradient and each tile's part of the weights' gradient, f32 [num_tiles, SIZE, CHANNELS].
 
     A token's gradient needs the weighted sums of the SIZE - 1 following tokens, which are recomputed.
+
+    SHAPE is a Shape, TILE a Tile.
     """
+    CHANNELS: tl.constexpr = SHAPE.channels
+    SIZE: tl.constexpr = SHAPE.size
+    RUN: tl.constexpr = TILE.run
+    WIDTH: tl.constexpr = TILE.width
     BLOCKS: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     REACH: tl.constexpr = SIZE - 1
     tile = tl.program_id(0) // BLOCKS
-    start, rows, written, position = tile_span(p_tiles, tile, sequence_length, TILE_ROWS, TABLE, False)
-    if TABLE:
+    start, rows, written, position = tile_span(arrays.tiles, tile, scalars.sequence_length, TILE.rows, SHAPE.has_tiles,
+                                               False)
+    if SHAPE.has_tiles:
         # The next tile continues this tile's sequence unless it is the first tile of a sequence (position 0).
-        m_next = tile + 1 < num_tiles
-        next_length = tl.load(p_tiles + tile * 3 + 4, mask=m_next, other=0)
-        next_position = tl.load(p_tiles + tile * 3 + 5, mask=m_next, other=0)
+        m_next = tile + 1 < scalars.num_tiles
+        next_length = tl.load(arrays.tiles + tile * 3 + 4, mask=m_next, other=0)
+        next_position = tl.load(arrays.tiles + tile * 3 + 5, mask=m_next, other=0)
         following = tl.where(next_position > 0, tl.maximum(next_length, 0), 0)
     else:
-        following = sequence_length - position - rows
+        following = scalars.sequence_length - position - rows
     # Tiles of padding have positions and neighbours too, but these belong to no sequence.
     first = tl.where(rows > 0, -position, 0)
     end = tl.where(rows > 0, rows + following, 0)
     o_channel = tl.program_id(0) % BLOCKS * WIDTH + tl.arange(0, WIDTH)[None, :]
     m_channel = o_channel < CHANNELS
-    o_row = tl.arange(0, TILE_ROWS // RUN)[:, None] * RUN
+    o_row = tl.arange(0, TILE.rows // RUN)[:, None] * RUN
     origin = start.to(tl.int64) * CHANNELS
 
-    group = (tile // tiles_per_group).to(tl.int64)
-    b_weights = _load_weights(weights + group * SIZE * CHANNELS, o_channel, m_channel, CHANNELS, SIZE)
-    b_keys = _load_rows(key + origin, o_row, first, end, o_channel, m_channel, -REACH, RUN + REACH, CHANNELS)
-    b_outputs = _load_rows(output_cotangent + origin, o_row, 0, end, o_channel, m_channel, 0, RUN + REACH, CHANNELS)
+    group = (tile // scalars.tiles_per_group).to(tl.int64)
+    b_weights = _load_weights(arrays.weights + group * SIZE * CHANNELS, o_channel, m_channel, CHANNELS, SIZE)
+    b_keys = _load_rows(arrays.key + origin, o_row, first, end, o_channel, m_channel, -REACH, RUN + REACH, CHANNELS)
+    b_outputs = _load_rows(arrays.output_cotangent + origin, o_row, 0, end, o_channel, m_channel, 0, RUN + REACH,
+                           CHANNELS)
 
     b_totals = ()  # cotangents of the weighted sums
     b_d_weights = ()
     for _ in tl.static_range(SIZE):
-        b_d_weights += (tl.zeros([TILE_ROWS // RUN, WIDTH], tl.float32),)
+        b_d_weights += (tl.zeros([TILE.rows // RUN, WIDTH], tl.float32),)
     for step in tl.static_range(RUN + REACH):
         b_total = b_outputs[step].to(tl.float32)
-        if SILU:
+        if SHAPE.has_silu:
             b_sum = _weighted_sum(b_weights, b_keys, step + REACH, SIZE)
             b_sigmoid = 1.0 / (1.0 + tl.exp(-b_sum))
             b_total *= b_sigmoid * (1.0 + b_sum * (1.0 - b_sigmoid))
@@ -134,14 +147,14 @@ def key_convolution_backward(
             b_d_key = b_weights[0] * b_totals[step - REACH]
             for lag in tl.static_range(1, SIZE):
                 b_d_key += b_weights[lag] * b_totals[step - REACH + lag]
-            if RESIDUAL:
+            if SHAPE.has_residual:
                 b_d_key += b_outputs[step - REACH].to(tl.float32)
             o_target = o_row + (step - REACH)
-            p_row = d_key + origin + o_target * CHANNELS + o_channel
-            tl.store(p_row, b_d_key.to(d_key.dtype.element_ty), mask=(o_target < written) & m_channel)
+            p_row = arrays.d_key + origin + o_target * CHANNELS + o_channel
+            tl.store(p_row, b_d_key.to(arrays.d_key.dtype.element_ty), mask=(o_target < written) & m_channel)
 
     o_flat = tl.program_id(0) % BLOCKS * WIDTH + tl.arange(0, WIDTH)
-    p_tile = p_partials + tile.to(tl.int64) * (SIZE * CHANNELS) + o_flat
+    p_tile = arrays.partials + tile.to(tl.int64) * (SIZE * CHANNELS) + o_flat
     for lag in tl.static_range(SIZE):
         tl.store(p_tile + (SIZE - 1 - lag) * CHANNELS, tl.sum(b_d_weights[lag], 0), mask=o_flat < CHANNELS)
 

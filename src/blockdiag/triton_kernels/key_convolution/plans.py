@@ -5,8 +5,15 @@ from typing import Literal
 
 from blockdiag.common.dtype_table import KERNEL_FLOATS
 from blockdiag.ops.key_convolution.problem import MAX_SIZE, KeyConvolutionProblem
+from blockdiag.triton_kernels.key_convolution.arguments import (
+    BackwardArrays,
+    BackwardScalars,
+    ForwardArrays,
+    ForwardScalars,
+    Shape,
+    Tile,
+)
 from blockdiag.triton_kernels.launch.plan import (
-    Argument,
     CompileOptions,
     Constexpr,
     LaunchPlan,
@@ -14,6 +21,8 @@ from blockdiag.triton_kernels.launch.plan import (
     Scalar,
     Target,
     TensorSpec,
+    array_group,
+    scalar_group,
 )
 
 Pass = Literal["forward", "backward", "weights_gradient"]
@@ -112,35 +121,37 @@ class KeyConvolutionLaunch:
         problem = self.problem
         is_backward = self.kind == "backward"
         width, num_warps = _program_shape(problem, is_backward)
-        arguments: dict[str, Argument] = {"key": Pointer("input", 0), "weights": Pointer("input", 1)}
-        if is_backward:
-            arguments["output_cotangent"] = Pointer("input", 2)
-        arguments["p_tiles"] = Constexpr(None) if problem.is_uniform else Pointer("input", len(arguments))
-        if is_backward:
-            arguments |= {"d_key": Pointer("output", 0), "p_partials": Pointer("output", 1)}
-        else:
-            arguments["output"] = Pointer("output", 0)
-        arguments["sequence_length"] = Scalar(problem.sequence_length or 0, "i32")
-        if is_backward:
-            arguments["num_tiles"] = Scalar(problem.num_tiles, "i32")
-        arguments |= {
-            "tiles_per_group": Scalar(max(problem.num_tiles // problem.groups, 1), "i32"),
-            "CHANNELS": Constexpr(problem.channels),
-            "SIZE": Constexpr(problem.size),
-            "TILE_ROWS": Constexpr(problem.tile_rows),
-            "RUN": Constexpr(_RUN),
-            "WIDTH": Constexpr(width),
-            "TABLE": Constexpr(not problem.is_uniform),
-            "SILU": Constexpr(problem.activation == "silu"),
-            "RESIDUAL": Constexpr(problem.has_residual),
+        cotangents = ("output_cotangent",) if is_backward else ()
+        tables = () if problem.is_uniform else ("tiles",)
+        scalars = {
+            "sequence_length": problem.sequence_length or 0,
+            "num_tiles": problem.num_tiles,
+            "tiles_per_group": max(problem.num_tiles // problem.groups, 1),
         }
+        scalar_kind = BackwardScalars if is_backward else ForwardScalars
+        shape = Shape(
+            channels=problem.channels,
+            size=problem.size,
+            has_tiles=not problem.is_uniform,
+            has_silu=problem.activation == "silu",
+            has_residual=problem.has_residual,
+        )
         return LaunchPlan(
             name=self.name,
             kernel=key_convolution_backward if is_backward else key_convolution_forward,
             grid=(max(problem.num_tiles * -(-problem.channels // width), 1), 1, 1),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=arguments,
+            arguments={
+                "arrays": array_group(
+                    BackwardArrays if is_backward else ForwardArrays,
+                    ("key", "weights", *cotangents, *tables),
+                    ("d_key", "partials") if is_backward else ("output",),
+                ),
+                "scalars": scalar_group(scalar_kind, **{name: scalars[name] for name in scalar_kind._fields}),
+                "SHAPE": Constexpr(shape),
+                "TILE": Constexpr(Tile(rows=problem.tile_rows, run=_RUN, width=width)),
+            },
             options=CompileOptions(num_warps=num_warps),
         )
 
