@@ -52,6 +52,7 @@ class HeadMemory(NamedTuple):
     Attributes:
         query, key, value, cotangent: tiles of operands.
         weights, score_gradients: tiles of P and dS, which lie in the memory of `value`.
+        value_ready, cotangent_ready: barriers of the loads of `value` and `cotangent`.
     """
 
     query: Any
@@ -60,6 +61,8 @@ class HeadMemory(NamedTuple):
     cotangent: Any
     weights: Any
     score_gradients: Any
+    value_ready: Any
+    cotangent_ready: Any
 
 
 @gluon.jit
@@ -90,16 +93,17 @@ def score_gradients(b_scores, b_dp, rows, scale, scale_log2, ROWS: gl.constexpr,
 
 
 @gluon.jit
-def head_gradients(gradients, memory, v_ready, do_ready, value, next_ready, span, column, b_cos, b_sin, scalars,
-                   SHAPE: gl.constexpr, ROTARY: gl.constexpr, TILE: gl.constexpr, LOAD_NEXT: gl.constexpr,
-                   LAYOUT: gl.constexpr):
+def head_gradients(gradients, memory, value, next_ready, span, column, tables, scalars, SHAPE: gl.constexpr,
+                   ROTARY: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """Compute and store the gradients of one head whose q and k have arrived.
 
-    dV is staged in dO's memory, dQ in k's and dK in q's. P and dS are staged in v's memory. With LOAD_NEXT the next
-    head's v is loaded there afterwards.
+    dV is staged in dO's memory, dQ in k's and dK in q's. P and dS are staged in v's memory. If `next_ready` is a
+    barrier and not None, the next head's v is loaded there afterwards.
 
-    `gradients` is a Gradients, `memory` a HeadMemory, `span` is what `tile_rows_at` returns.
+    `gradients` is a Gradients, `memory` a HeadMemory, `span` is what `tile_rows_at` returns, `tables` are cos and sin
+    of the tile's rows.
     """
+    b_cos, b_sin = tables
     q_smem = memory.query
     k_smem = memory.key
     v_smem = memory.value
@@ -118,8 +122,8 @@ def head_gradients(gradients, memory, v_ready, do_ready, value, next_ready, span
     b_zero = gl.zeros([ROWS, ROWS], gl.float32, S)
     b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, LAYOUT)
     b_scores = warpgroup_mma(q_smem, k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_ready, 0)
-    mbarrier.wait(do_ready, 0)
+    mbarrier.wait(memory.value_ready, 0)
+    mbarrier.wait(memory.cotangent_ready, 0)
     prepare_operands(v_smem, do_smem, rows, 0, 0, False, False, ROTARY.is_interleaved, TILE.is_full, LAYOUT)
     b_dp = warpgroup_mma(do_smem, v_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(1, deps=[b_scores])
@@ -147,7 +151,7 @@ def head_gradients(gradients, memory, v_ready, do_ready, value, next_ready, span
         thread_barrier()
         put_tile(gradients.d_key, gradients.pointers.d_key, q_smem, b_dk.to(dtype), start, written, KEY_COLUMN + column,
                  STRIDE, TILE.is_full, True)
-        if LOAD_NEXT:
+        if next_ready is not None:
             load_tile(value, v_smem, start, VALUE_COLUMN + column + HEAD_DIM, next_ready)
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
         if ROTARY.rotates_query:
@@ -165,7 +169,7 @@ def head_gradients(gradients, memory, v_ready, do_ready, value, next_ready, span
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         b_ek = b_dk.to(dtype)
         thread_barrier()
-        if LOAD_NEXT:
+        if next_ready is not None:
             load_tile(value, v_smem, start, VALUE_COLUMN + column + HEAD_DIM, next_ready)
         do_smem.store(b_ev)
         k_smem.store(b_eq)
@@ -187,10 +191,9 @@ def block_diagonal_hopper_backward(
 ):
     """Compute `heads` (1 or 2) heads of one tile per program, for equal numbers of query and key heads.
 
-    The grid is tiles * (key_heads // heads). Descriptors have blocks of [rows,
-                                                                          head_dim]. `pointers` point to the memory of
-    `d_query`, `d_key` and `d_value`. With two heads the rotary tables are read once
-    for both, and the second head's operands are loaded while the first head is computed.
+    The grid is tiles * (key_heads // heads). Descriptors have blocks of [rows, head_dim]. `pointers` point to the
+    memory of `d_query`, `d_key` and `d_value`. With two heads the rotary tables are read once for both, and the second
+    head's operands are loaded while the first head is computed.
 
     SHAPE is a Shape, ROTARY a Rotary, TILE a HopperTile.
     """
@@ -223,7 +226,7 @@ def block_diagonal_hopper_backward(
     k_ready = make_barrier()
     do_ready = make_barrier()
     v_ready = make_barrier()
-    next_v_ready = v_ready
+    next_v_ready = None
     if HEADS == 2:
         next_q_ready = make_barrier()
         next_k_ready = make_barrier()
@@ -263,15 +266,16 @@ def block_diagonal_hopper_backward(
     mbarrier.wait(q_ready, 0)
     mbarrier.wait(k_ready, 0)
     gradients = Gradients(d_query, d_key, d_value, pointers)
-    memory = HeadMemory(q_smem, k_smem, v_smem, do_smem, scores.index(0), scores.index(1))
-    head_gradients(gradients, memory, v_ready, do_ready, value, next_v_ready, span, column, b_cos, b_sin, scalars,
-                   SHAPE, ROTARY, TILE, HEADS == 2, L)
+    memory = HeadMemory(q_smem, k_smem, v_smem, do_smem, scores.index(0), scores.index(1), v_ready, do_ready)
+    head_gradients(gradients, memory, value, next_v_ready, span, column, (b_cos, b_sin), scalars, SHAPE, ROTARY, TILE,
+                   L)
     if HEADS == 2:
         mbarrier.wait(next_q_ready, 0)
         mbarrier.wait(next_k_ready, 0)
-        memory = HeadMemory(next_q_smem, next_k_smem, v_smem, next_do_smem, scores.index(0), scores.index(1))
-        head_gradients(gradients, memory, next_v_ready, next_do_ready, value, next_v_ready, span, column + HEAD_DIM,
-                       b_cos, b_sin, scalars, SHAPE, ROTARY, TILE, False, L)
+        memory = HeadMemory(next_q_smem, next_k_smem, v_smem, next_do_smem, scores.index(0), scores.index(1),
+                            next_v_ready, next_do_ready)
+        head_gradients(gradients, memory, value, None, span, column + HEAD_DIM, (b_cos, b_sin), scalars, SHAPE, ROTARY,
+                       TILE, L)
         next_q_smem._keep_alive()
         next_do_smem._keep_alive()
         next_k_smem._keep_alive()

@@ -1,7 +1,7 @@
 """Launch plans of key convolution."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from blockdiag.common.dtype_table import KERNEL_FLOATS
 from blockdiag.ops.key_convolution.problem import MAX_SIZE, KeyConvolutionProblem
@@ -22,7 +22,6 @@ from blockdiag.triton_kernels.launch.plan import (
     Target,
     TensorSpec,
     array_group,
-    scalar_group,
 )
 
 Pass = Literal["forward", "backward", "weights_gradient"]
@@ -124,11 +123,11 @@ class KeyConvolutionLaunch:
         cotangents = ("output_cotangent",) if is_backward else ()
         tables = () if problem.is_uniform else ("tiles",)
         scalars = {
-            "sequence_length": problem.sequence_length or 0,
-            "num_tiles": problem.num_tiles,
-            "tiles_per_group": max(problem.num_tiles // problem.groups, 1),
+            "sequence_length": Scalar(problem.sequence_length or 0, "i32"),
+            "num_tiles": Scalar(problem.num_tiles, "i32"),
+            "tiles_per_group": Scalar(max(problem.num_tiles // problem.groups, 1), "i32"),
         }
-        scalar_kind = BackwardScalars if is_backward else ForwardScalars
+        scalar_kind: Any = BackwardScalars if is_backward else ForwardScalars
         shape = Shape(
             channels=problem.channels,
             size=problem.size,
@@ -148,7 +147,7 @@ class KeyConvolutionLaunch:
                     ("key", "weights", *cotangents, *tables),
                     ("d_key", "partials") if is_backward else ("output",),
                 ),
-                "scalars": scalar_group(scalar_kind, **{name: scalars[name] for name in scalar_kind._fields}),
+                "scalars": scalar_kind._make(scalars[name] for name in scalar_kind._fields),
                 "SHAPE": Constexpr(shape),
                 "TILE": Constexpr(Tile(rows=problem.tile_rows, run=_RUN, width=width)),
             },

@@ -293,25 +293,6 @@ class LaunchPlan:
                 yield Leaf(name, (position,), argument)
 
 
-def named_arguments(
-    kernel: Any, known: Mapping[str, Argument], input_names: Sequence[str], output_names: Sequence[str]
-) -> dict[str, Argument]:
-    """Return the argument for every parameter of a kernel, by name.
-
-    A parameter takes the known scalar or constant of its name. Otherwise it takes the array of its name, with or
-    without the prefix `p_`. If the call has no such array, the argument is None. A name that is both an input and an
-    output refers to the output.
-    """
-    arguments: dict[str, Argument] = {}
-    for parameter in kernel.arg_names:
-        name = parameter.removeprefix("p_")
-        if parameter in known:
-            arguments[parameter] = known[parameter]
-        else:
-            arguments[parameter] = _array_argument(name, input_names, output_names)
-    return arguments
-
-
 def array_group[G: Group](kind: type[G], input_names: Sequence[str], output_names: Sequence[str]) -> G:
     """Return a group of pointers to the arrays that the fields of a NamedTuple are named after.
 

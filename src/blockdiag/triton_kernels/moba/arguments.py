@@ -1,13 +1,94 @@
-"""Groups of arguments of MoBA's attention kernels.
+"""Groups of arguments of MoBA's kernels.
 
-Every kernel takes its arrays, its run-time scalars, a shape and a tile. Arrays and scalars are groups of run-time
-arguments; a plan fills them by the names of their fields. The frozen dataclasses are compile-time values.
+Every kernel takes its arrays, its run-time scalars, a shape and a tile; kernels without scalars or with a single size
+have none or that size instead. Arrays and scalars are groups of run-time arguments; a plan fills them by the names of
+their fields. The frozen dataclasses are compile-time values.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from blockdiag.triton_kernels.launch.plan import Argument
+
+
+class CentroidsArrays(NamedTuple):
+    """The arrays of the kernel of mean keys. Arrays that a call does not have are None."""
+
+    key: Argument
+    mask: Argument
+    blocks: Argument
+    centroids: Argument
+
+
+class HalvesArrays(NamedTuple):
+    """The arrays of the kernel that splits mean keys into halves."""
+
+    centroids: Argument
+    halves: Argument
+    scales: Argument
+
+
+class ChooseArrays(NamedTuple):
+    """The arrays of the kernels that choose blocks. A call has either `centroids`, or `halves` and `scales`."""
+
+    query: Argument
+    centroids: Argument
+    halves: Argument
+    scales: Argument
+    queries: Argument
+    chosen: Argument
+
+
+class CountArrays(NamedTuple):
+    """The arrays of the kernel that counts choices and ranks pairs."""
+
+    chosen: Argument
+    counters: Argument
+    ranks: Argument
+
+
+class AddSpansArrays(NamedTuple):
+    """The arrays of the kernel that sums the counts of spans."""
+
+    counters: Argument
+    counts: Argument
+
+
+class OffsetsArrays(NamedTuple):
+    """The arrays of the kernel that finds where lists begin."""
+
+    counters: Argument
+    counts: Argument
+    offsets: Argument
+    before: Argument
+
+
+class EntriesArrays(NamedTuple):
+    """The arrays of the kernel that writes lists."""
+
+    chosen: Argument
+    ranks: Argument
+    before: Argument
+    entries: Argument
+    degrees: Argument
+
+
+class ItemsArrays(NamedTuple):
+    """The arrays of the kernel that divides lists into work items."""
+
+    counts: Argument
+    items: Argument
+
+
+class StartsArrays(NamedTuple):
+    """The arrays of the kernel of initial accumulators."""
+
+    output: Argument
+    output_cotangent: Argument
+    log_sum: Argument
+    log_sum_cotangent: Argument
+    score_start: Argument
+    weight_start: Argument
 
 
 class BlocksForwardArrays(NamedTuple):
@@ -106,6 +187,70 @@ class MergeBackwardArrays(NamedTuple):
     d_query: Argument
 
 
+class HalvesScalars(NamedTuple):
+    """The run-time scalars of the kernel that splits mean keys into halves."""
+
+    num_blocks: Argument
+
+
+class ChooseScalars(NamedTuple):
+    """The run-time scalars of the kernels that choose blocks."""
+
+    query_tokens: Argument
+    num_blocks: Argument
+
+
+class CountScalars(NamedTuple):
+    """The run-time scalars of the kernel that counts choices.
+
+    Attributes:
+        span_rows: queries of a span.
+    """
+
+    query_tokens: Argument
+    num_blocks: Argument
+    span_rows: Argument
+
+
+class SpansScalars(NamedTuple):
+    """The run-time scalars of the kernels that add the counts of spans."""
+
+    num_blocks: Argument
+    num_spans: Argument
+
+
+class EntriesScalars(NamedTuple):
+    """The run-time scalars of the kernel that writes lists; see `CountScalars`."""
+
+    query_tokens: Argument
+    num_blocks: Argument
+    span_rows: Argument
+    num_spans: Argument
+
+
+class ItemsScalars(NamedTuple):
+    """The run-time scalars of the kernel of work items.
+
+    Attributes:
+        num_items: room for work items of a head.
+    """
+
+    num_blocks: Argument
+    num_items: Argument
+
+
+class StartsScalars(NamedTuple):
+    """The run-time scalars of the kernel of initial accumulators.
+
+    Attributes:
+        num_rows: queries of all heads.
+        scale: factor of the scores.
+    """
+
+    num_rows: Argument
+    scale: Argument
+
+
 class BlocksForwardScalars(NamedTuple):
     """The run-time scalars of the kernel that computes parts of outputs.
 
@@ -167,6 +312,55 @@ class MergeBackwardScalars(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CentroidShape:
+    """Sizes of mean keys.
+
+    Attributes:
+        parts: parts that add up to a mean key.
+        part_scale: factor of each part against the one before.
+    """
+
+    key_heads: int
+    head_dim: int
+    parts: int
+    part_scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedCentroidShape(CentroidShape):
+    """Sizes that the kernel of mean keys reads.
+
+    Attributes:
+        has_mask: whether keys are masked.
+    """
+
+    has_mask: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChoiceShape(CentroidShape):
+    """Sizes that the kernel that chooses blocks reads.
+
+    Attributes:
+        slots: blocks that a query chooses besides its own.
+    """
+
+    query_heads: int
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HopperChoiceShape(ChoiceShape):
+    """Sizes that the Hopper kernel that chooses blocks reads.
+
+    Attributes:
+        has_mask: whether keys are masked, so that blocks may be without keys.
+    """
+
+    has_mask: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ListShape:
     """Sizes of a call that kernels over the blocks' lists read.
 
@@ -208,6 +402,109 @@ class OwnShape(ListShape):
 
     is_causal: bool
     has_own: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VectorTile:
+    """Tiles of kernels that compute each row by itself.
+
+    Attributes:
+        rows: rows of a tile.
+        columns: `head_dim` padded to a power of two.
+    """
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChoiceTile:
+    """Tiles of the kernel that chooses blocks.
+
+    Attributes:
+        rows: queries of a tile.
+        blocks: mean keys of a tile.
+        columns: `head_dim` padded to a power of two.
+        slot_columns: slots padded to a power of two.
+        precision: `input_precision` of products.
+    """
+
+    rows: int
+    blocks: int
+    columns: int
+    slot_columns: int
+    precision: Literal["ieee", "tf32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HopperChoiceTile:
+    """Tiles of the Hopper kernel that chooses blocks.
+
+    Attributes:
+        rows: queries of a tile.
+        blocks: mean keys of a tile.
+        keep: entries of the list of the best blocks: one more than the slots, to compare the last selected block with
+            the first rejected one.
+    """
+
+    rows: int
+    blocks: int
+    keep: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountTile:
+    """Tiles of the kernel that counts choices.
+
+    Attributes:
+        pairs: pairs that one step compares with each other.
+        blocks: counters that are cleared at once.
+        has_match: whether `match.any` finds equal values within a warp in one instruction. The interpreter does not
+            support it.
+    """
+
+    pairs: int
+    blocks: int
+    has_match: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpanTile:
+    """Tiles of the kernels that add the counts of spans.
+
+    Attributes:
+        spans: spans that one program adds up at a time.
+        blocks: blocks of a program.
+    """
+
+    spans: int
+    blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntryTile:
+    """Tiles of the kernel that writes lists.
+
+    Attributes:
+        rows: queries of a tile.
+        slot_columns: slots padded to a power of two.
+    """
+
+    rows: int
+    slot_columns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemTile:
+    """Tiles of the kernel of work items.
+
+    Attributes:
+        chunk: entries of a list that one program handles.
+        blocks: blocks, or work items, that are handled at once.
+    """
+
+    chunk: int
+    blocks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,31 +18,36 @@ from blockdiag.triton_kernels.moba.arguments import (
     MergeBackwardScalars,
     QueryPartsArrays,
     QueryPartsScalars,
+    StartsArrays,
+    StartsScalars,
 )
 from blockdiag.triton_kernels.moba.forward import NEVER, load_keys, load_rows
 
 
 @triton.jit
-def moba_starts(output, output_cotangent, p_log_sum, p_log_sum_cotangent, p_score_start, p_weight_start,
-                num_rows, scale, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def moba_starts(arrays: StartsArrays, scalars: StartsScalars, HEAD_DIM: tl.constexpr, TILE: tl.constexpr):
     """Compute the initial accumulators of a query's products in the backward pass.
 
-    - `p_score_start` is for the products with keys: -log_sum / scale. The exponential of the scaled sum is then a
+    - `score_start` is for the products with keys: -log_sum / scale. The exponential of the scaled sum is then a
       softmax weight. It is -inf for queries that see no key.
-    - `p_weight_start` is for the cotangent's products with values: the log-sum-exp's cotangent minus delta, which is
+    - `weight_start` is for the cotangent's products with values: the log-sum-exp's cotangent minus delta, which is
       rowsum(O * dO). The weight times the sum is then the gradient of a score.
+
+    TILE is a VectorTile.
     """
-    o_row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    m_row = o_row < num_rows
-    o_column = tl.arange(0, COLUMNS)[None, :]
+    o_row = (tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)).to(tl.int64)
+    m_row = o_row < scalars.num_rows
+    o_column = tl.arange(0, TILE.columns)[None, :]
     m_block = m_row[:, None] & (o_column < HEAD_DIM)
-    b_output = tl.load(output + o_row[:, None] * HEAD_DIM + o_column, mask=m_block, other=0.0)
-    b_cotangent = tl.load(output_cotangent + o_row[:, None] * HEAD_DIM + o_column, mask=m_block, other=0.0)
+    b_output = tl.load(arrays.output + o_row[:, None] * HEAD_DIM + o_column, mask=m_block, other=0.0)
+    b_cotangent = tl.load(arrays.output_cotangent + o_row[:, None] * HEAD_DIM + o_column, mask=m_block, other=0.0)
     b_delta = tl.sum(b_output.to(tl.float32) * b_cotangent.to(tl.float32), 1)
-    b_log_sum = tl.load(p_log_sum + o_row, mask=m_row, other=0.0)
-    b_start = tl.where(b_log_sum == float("-inf"), float("-inf"), -b_log_sum / scale)
-    tl.store(p_score_start + o_row, b_start, mask=m_row)
-    tl.store(p_weight_start + o_row, tl.load(p_log_sum_cotangent + o_row, mask=m_row, other=0.0) - b_delta, mask=m_row)
+    b_log_sum = tl.load(arrays.log_sum + o_row, mask=m_row, other=0.0)
+    b_start = tl.where(b_log_sum == float("-inf"), float("-inf"), -b_log_sum / scalars.scale)
+    tl.store(arrays.score_start + o_row, b_start, mask=m_row)
+    p_weight_start = arrays.weight_start + o_row
+    b_sum_cotangent = tl.load(arrays.log_sum_cotangent + o_row, mask=m_row, other=0.0)
+    tl.store(p_weight_start, b_sum_cotangent - b_delta, mask=m_row)
 
 
 @triton.jit

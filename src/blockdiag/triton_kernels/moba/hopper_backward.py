@@ -87,6 +87,35 @@ class ComputeArrays(NamedTuple):
     counts: Any
 
 
+class BlockPlace(NamedTuple):
+    """A block and its own queries.
+
+    Attributes:
+        block: the number of the block.
+        key_head: the key head of the program.
+        start, length: the first row of the block's keys, and their number.
+        own_first, own_rows: the first row of the block's own queries, and their number.
+        own_limit: keys of the block that the first own query sees.
+    """
+
+    block: Any
+    key_head: Any
+    start: Any
+    length: Any
+    own_first: Any
+    own_rows: Any
+    own_limit: Any
+
+
+class ComputeScalars(NamedTuple):
+    """The run-time scalars that the warps that compute read."""
+
+    num_blocks: Any
+    query_tokens: Any
+    scale: Any
+    scale_log2: Any
+
+
 @gluon.jit
 def load_key_tile(memory, source, start, length, head, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                   LINES: gl.constexpr):
@@ -112,13 +141,14 @@ def store_key_tile(target, b_tile, p_mask, start, length, head, SHAPE: gl.conste
 
 
 @gluon.jit
-def tile_places(p_list, at, listed, own_first, own_rows, own_tiles, head, part_head, QUERY_HEADS: gl.constexpr,
-                SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def tile_places(p_list, at, listed, own_first, own_rows, own_tiles, head, part_head, SHAPE: gl.constexpr,
+                ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the places of a tile's queries and of their partial gradients, both counted in vectors of HEAD_DIM.
 
-    A query's place is row * QUERY_HEADS + head, or -1 if absent. The block's own queries come first, and their partial
-    gradients have the last slot.
+    A query's place is row * query heads + head, or -1 if absent. The block's own queries come first, and their partial
+    gradients have the last slot. SHAPE is an OwnShape.
     """
+    SLOTS: gl.constexpr = SHAPE.slots
     o_row = gl.arange(0, ROWS, LAYOUT)
     if at < own_tiles:
         o_own = at * ROWS + o_row
@@ -132,8 +162,8 @@ def tile_places(p_list, at, listed, own_first, own_rows, own_tiles, head, part_h
         b_row = b_pair // SLOTS
         b_slot = b_pair - b_row * SLOTS
     # 32 bits can count all the vectors that fit into memory.
-    b_part = (b_row * PART_HEADS + part_head) * (SLOTS + 1) + b_slot
-    return gl.where(m_row, b_row * QUERY_HEADS + head, -1), b_part
+    b_part = (b_row * SHAPE.part_heads + part_head) * (SLOTS + 1) + b_slot
+    return gl.where(m_row, b_row * SHAPE.query_heads + head, -1), b_part
 
 
 @gluon.jit
@@ -199,7 +229,7 @@ def carry(memory, arrays, block, key_head, own_first, own_rows, num_blocks, quer
         tiles = own_tiles + (listed + ROWS - 1) // ROWS
         part_head = gl.program_id(1) * GROUP + i
         b_place, b_part = tile_places(p_list, 0, listed, own_first, own_rows, own_tiles, head, part_head,
-                                      SHAPE.query_heads, SLOTS, SHAPE.part_heads, ROWS, ONE)
+                                      SHAPE, ROWS, ONE)
         for at in range(tiles + 2):
             places.index(at % PLACES).store(b_place)
             parts.index(at % PLACES).store(b_part)
@@ -211,7 +241,7 @@ def carry(memory, arrays, block, key_head, own_first, own_rows, num_blocks, quer
                 load_async(memory.weight_start.index(stage), arrays.weight_start + b_place, mask=b_place >= 0)
                 # Load the next tile's places early to hide the latency.
                 b_place, b_part = tile_places(p_list, at + 1, listed, own_first, own_rows, own_tiles, head, part_head,
-                                              SHAPE.query_heads, SLOTS, SHAPE.part_heads, ROWS, ONE)
+                                              SHAPE, ROWS, ONE)
                 for part in gl.static_range(PARTS):
                     gather_rows(q_smem.index(stage).slice(part * PART, PART),
                                 do_smem.index(stage).slice(part * PART, PART),
@@ -245,13 +275,13 @@ def start_product(a_smem, b_smem, start_smem, stage, b_zero):
 
 
 @gluon.jit
-def compute(memory, arrays, block, key_head, start, length, own_first, own_rows, own_limit, num_blocks, query_tokens,
-            scale, scale_log2, SHAPE: gl.constexpr):
+def compute(memory, arrays, place, scalars, SHAPE: gl.constexpr):
     """Compute the gradients of the block's keys (without the scale) and values in f32.
 
     Scores and weights are [keys, queries]; only the partial gradients are [queries, head_dim].
 
-    `memory` is a ComputeMemory, `arrays` a ComputeArrays, SHAPE an OwnShape.
+    `memory` is a ComputeMemory, `arrays` a ComputeArrays, `place` a BlockPlace, `scalars` a ComputeScalars, SHAPE an
+    OwnShape.
     """
     k_smem = memory.key
     v_smem = memory.value
@@ -267,7 +297,7 @@ def compute(memory, arrays, block, key_head, start, length, own_first, own_rows,
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
     P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, HEAD_DIM // (WARPS // 4), 16])
-    own_tiles = (own_rows + ROWS - 1) // ROWS
+    own_tiles = (place.own_rows + ROWS - 1) // ROWS
     b_zero = gl.zeros([KEYS, ROWS], gl.float32, S)
     b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, P)
     b_dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, D)
@@ -275,8 +305,8 @@ def compute(memory, arrays, block, key_head, start, length, own_first, own_rows,
     used = 0
     sent = 0
     for i in range(GROUP):
-        head = key_head * GROUP + i
-        listed = gl.load(arrays.counts + head.to(gl.int64) * num_blocks + block)
+        head = place.key_head * GROUP + i
+        listed = gl.load(arrays.counts + head.to(gl.int64) * scalars.num_blocks + place.block)
         tiles = own_tiles + (listed + ROWS - 1) // ROWS
         mbarrier.wait(memory.full.index(used % STAGES), used // STAGES % 2)
         fence_async_shared()
@@ -294,20 +324,20 @@ def compute(memory, arrays, block, key_head, start, length, own_first, own_rows,
             do_tile = do_smem.index(stage)
             ds_tile = memory.score_gradients.index(at % 2)
             b_dp = start_product(v_smem.index(zero), do_smem, memory.weight_start, stage, b_zero)
-            b_p = gl.exp2(b_scores * scale_log2)
-            if SHAPE.has_mask or (at < own_tiles or length < KEYS):
+            b_p = gl.exp2(b_scores * scalars.scale_log2)
+            if SHAPE.has_mask or (at < own_tiles or place.length < KEYS):
                 # Mask absent keys and, in tiles of own queries, keys after the query. Own queries are consecutive, so
                 # their limits are too.
                 o_key = gl.arange(0, KEYS, gl.SliceLayout(1, S))
-                m_key = o_key < length
+                m_key = o_key < place.length
                 if SHAPE.has_mask:
-                    m_key = m_key & (gl.load(arrays.mask + start + o_key, mask=m_key, other=0) != 0)
+                    m_key = m_key & (gl.load(arrays.mask + place.start + o_key, mask=m_key, other=0) != 0)
                 o_own = at * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, S))
-                b_limit = gl.where(at < own_tiles, own_limit + o_own, KEYS)
+                b_limit = gl.where(at < own_tiles, place.own_limit + o_own, KEYS)
                 if SHAPE.has_own:
-                    m_own = (at < own_tiles) & (o_own < own_rows)
-                    b_own = gl.load(arrays.own + head.to(gl.int64) * query_tokens + own_first + o_own, mask=m_own,
-                                    other=1)
+                    m_own = (at < own_tiles) & (o_own < place.own_rows)
+                    p_own = arrays.own + head.to(gl.int64) * scalars.query_tokens + place.own_first
+                    b_own = gl.load(p_own + o_own, mask=m_own, other=1)
                     b_limit = gl.where(b_own != 0, b_limit, 0)
                 m_weights = gl.expand_dims(m_key, 1) & (gl.expand_dims(o_key, 1) < gl.expand_dims(b_limit, 0))
                 b_p = gl.where(m_weights, b_p, 0.0)
@@ -327,7 +357,7 @@ def compute(memory, arrays, block, key_head, start, length, own_first, own_rows,
             b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
             mbarrier.wait(memory.part_empty.index(0), sent % 2 ^ 1)
             sent += 1
-            memory.query_gradient.store((b_dq * scale).to(dtype))
+            memory.query_gradient.store((b_dq * scalars.scale).to(dtype))
             b_next = start_product(key, q_smem, ss_smem, used % STAGES, b_zero)
             thread_barrier()
             mbarrier.arrive(memory.part_full.index(0), count=1)
@@ -393,10 +423,11 @@ def moba_hopper_backward(arrays: BlocksBackwardArrays, scalars: BlocksBackwardSc
     carry_arrays = CarryArrays(arrays.query, arrays.output_cotangent, arrays.score_start, arrays.weight_start,
                                arrays.part, arrays.offsets, arrays.counts, arrays.entries)
     compute_arrays = ComputeArrays(arrays.mask, arrays.own, arrays.counts)
+    compute_scalars = ComputeScalars(scalars.num_blocks, scalars.query_tokens, scalars.scale, scalars.scale_log2)
+    place = BlockPlace(block, key_head, start, length, own_first, own_rows, own_limit)
     b_dk, b_dv = gl.warp_specialize(
         [
-            (compute, (compute_memory, compute_arrays, block, key_head, start, length, own_first, own_rows, own_limit,
-                       scalars.num_blocks, scalars.query_tokens, scalars.scale, scalars.scale_log2, SHAPE)),
+            (compute, (compute_memory, compute_arrays, place, compute_scalars, SHAPE)),
             (carry, (carry_memory, carry_arrays, block, key_head, own_first, own_rows, scalars.num_blocks,
                      scalars.query_tokens, SHAPE)),
         ],

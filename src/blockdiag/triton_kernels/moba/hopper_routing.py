@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blockdiag.triton_kernels.launch.gluon_names import load_async, thread_barrier
+from blockdiag.triton_kernels.moba.arguments import ChooseArrays, ChooseScalars
 
 # Score of blocks that cannot be selected; blocks with lower scores cannot be selected either. The sum of some thousands
 # of these scores is finite, which the check for non-finite scores needs.
@@ -48,25 +49,47 @@ class CentroidMemory(NamedTuple):
     scales: Any
 
 
+class Centroids(NamedTuple):
+    """The centroids of a key head in global memory.
+
+    Attributes:
+        parts: pointer to the parts of all key heads, [block, head, part, feature].
+        scale: pointer to the factors of the head's scores, [block], where parts are halves; otherwise None.
+        head: the key head.
+        lowest: the first block that is copied; blocks before it are zero.
+    """
+
+    parts: Any
+    scale: Any
+    head: Any
+    lowest: Any
+
+
 @gluon.jit
-def load_centroids(memory, p_parts, p_scale, first, lowest, key_head, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-                   PARTS: gl.constexpr, LINES: gl.constexpr):
-    """Start copying all parts of the centroids of blocks [first, first + rows). Blocks before `lowest` are zero."""
+def load_centroids(memory, centroids, first, SHAPE: gl.constexpr, LINES: gl.constexpr):
+    """Start copying all parts of the centroids of blocks [first, first + rows).
+
+    `memory` is a CentroidMemory, `centroids` a Centroids, SHAPE a HopperChoiceShape.
+    """
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    PARTS: gl.constexpr = SHAPE.parts
+    lowest = centroids.lowest
     BLOCKS: gl.constexpr = memory.parts.shape[1]
     o_block = first + gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
-    p_part = p_parts + (o_block * KEY_HEADS + key_head).to(gl.int64) * (PARTS * HEAD_DIM) + o_column
+    o_head = (o_block * SHAPE.key_heads + centroids.head).to(gl.int64)
+    p_part = centroids.parts + o_head * (PARTS * HEAD_DIM) + o_column
     for part in gl.static_range(PARTS):
         load_async(memory.parts.index(part), p_part + part * HEAD_DIM, mask=(o_block >= lowest) & (o_column >= 0))
-    if p_scale is not None:
+    if centroids.scale is not None:
         LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         o_scale = first + gl.arange(0, BLOCKS, LINE)
-        load_async(memory.scales, p_scale + o_scale, mask=o_scale >= lowest)
+        load_async(memory.scales, centroids.scale + o_scale, mask=o_scale >= lowest)
     async_copy.commit_group()
 
 
 @gluon.jit
-def score_blocks(b_query, memory, p_scale, b_zero, PARTS: gl.constexpr):
+def score_blocks(b_query, memory, centroids, b_zero, PARTS: gl.constexpr):
     """Return the scores of a tile, and wait until all threads have read it.
 
     The least significant parts come first. The order determines the rounding of the result.
@@ -75,7 +98,7 @@ def score_blocks(b_query, memory, p_scale, b_zero, PARTS: gl.constexpr):
                              is_async=True)
     for part in gl.static_range(PARTS - 2, -1, -1):
         b_scores = warpgroup_mma(b_query, memory.parts.index(part).permute((1, 0)), b_scores, is_async=True)
-    if p_scale is not None:
+    if centroids.scale is not None:
         b_scale = memory.scales.load(gl.SliceLayout(0, b_zero.type.layout))
         b_scores = warpgroup_mma_wait(0, deps=[b_scores]) * gl.expand_dims(b_scale, 0)
     else:
@@ -276,10 +299,13 @@ def insert_best(best, ids, b_top, b_id, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def choose_exactly(b_query, memory, p_parts, p_scale, b_first, b_end, lowest, highest, tiles, key_head, b_zero,
-                   KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+def choose_exactly(b_query, memory, centroids, b_first, b_end, highest, tiles, b_zero, SHAPE: gl.constexpr,
                    LINES: gl.constexpr):
-    """Select the best blocks one by one, by whole scores. Ties go to the later block."""
+    """Select the best blocks one by one, by whole scores. Ties go to the later block.
+
+    Queries choose among blocks [b_first, b_end), the last of which is before `highest`, in `tiles` tiles.
+    """
+    SLOTS: gl.constexpr = SHAPE.slots
     S: gl.constexpr = b_zero.type.layout
     BLOCKS: gl.constexpr = b_zero.shape[1]
     best = ()
@@ -289,11 +315,11 @@ def choose_exactly(b_query, memory, p_parts, p_scale, b_first, b_end, lowest, hi
         ids = ids + (gl.full([b_zero.shape[0]], -1, gl.int32, gl.SliceLayout(1, S)),)
     for tile in range(tiles):
         first = highest - (tile + 1) * BLOCKS
-        load_centroids(memory, p_parts, p_scale, first, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
+        load_centroids(memory, centroids, first, SHAPE, LINES)
         async_copy.wait_group(0)
         fence_async_shared()
         thread_barrier()
-        b_scores = score_blocks(b_query, memory, p_scale, b_zero, PARTS)
+        b_scores = score_blocks(b_query, memory, centroids, b_zero, SHAPE.parts)
         o_block = first + gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, S)), 0)
         m_better = (o_block >= gl.expand_dims(b_first, 1)) & (o_block < gl.expand_dims(b_end, 1))
         # The comparison is false for NaN.
@@ -325,54 +351,60 @@ def bounds_of_both(lowest, highest, all_from, all_until, other_lowest, other_hig
 
 
 @gluon.jit
-def moba_hopper_choose(query, p_centroids, p_halves, p_scales, p_queries, p_chosen, query_tokens, num_blocks,
-                       QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
-                       SLOTS: gl.constexpr, KEEP: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
-                       MASK: gl.constexpr):
+def moba_hopper_choose(arrays: ChooseArrays, scalars: ChooseScalars, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """Select the SLOTS best blocks of each query by descending score, int32 [head, query, slot], -1 after the last.
 
     Each thread keeps the best of the blocks whose scores it holds. The threads' lists are merged at the end. Selected
     blocks whose scores have equal keys may come in any order.
+
+    SHAPE is a HopperChoiceShape, TILE a HopperChoiceTile.
     """
+    QUERY_HEADS: gl.constexpr = SHAPE.query_heads
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    SLOTS: gl.constexpr = SHAPE.slots
+    KEEP: gl.constexpr = TILE.keep
+    ROWS: gl.constexpr = TILE.rows
+    BLOCKS: gl.constexpr = TILE.blocks
     head = gl.program_id(1)
-    key_head = head // (QUERY_HEADS // KEY_HEADS)
+    key_head = head // (QUERY_HEADS // SHAPE.key_heads)
     WARPS: gl.constexpr = gl.num_warps()
     gl.static_assert(ROWS == 64 and WARPS == 4)
-    if p_halves is None:
-        p_parts = p_centroids
+    if arrays.halves is None:
+        p_parts = arrays.centroids
     else:
-        p_parts = p_halves
+        p_parts = arrays.halves
     dtype: gl.constexpr = p_parts.dtype.element_ty
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    MEMORY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCKS, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    parts = gl.allocate_shared_memory(dtype, [PARTS, BLOCKS, HEAD_DIM], TILE)
+    parts = gl.allocate_shared_memory(dtype, [SHAPE.parts, BLOCKS, HEAD_DIM], MEMORY)
     scales = parts
-    p_scale = p_scales
-    if p_scales is not None:
+    p_scale = arrays.scales
+    if arrays.scales is not None:
         scales = gl.allocate_shared_memory(gl.float32, [BLOCKS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        p_scale = p_scales + key_head * num_blocks
+        p_scale = arrays.scales + key_head * scalars.num_blocks
     memory = CentroidMemory(parts, scales)
     # Late queries choose among more blocks. Their programs start first, so that none of them runs alone at the end.
     first_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * ROWS
     o_line = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
-    p_query = query + o_line.to(gl.int64) * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
-    b_query = gl.load(p_query, mask=(o_line < query_tokens) & (o_column >= 0), other=0.0)
-    if p_halves is not None:
+    p_query = arrays.query + o_line.to(gl.int64) * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
+    b_query = gl.load(p_query, mask=(o_line < scalars.query_tokens) & (o_column >= 0), other=0.0)
+    if arrays.halves is not None:
         b_query = scale_queries(b_query)
     o_row = first_row + gl.arange(0, ROWS, ROW)
-    m_row = o_row < query_tokens
-    b_first = gl.load(p_queries + o_row * 4, mask=m_row, other=0)
-    b_end = gl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
+    m_row = o_row < scalars.query_tokens
+    b_first = gl.load(arrays.queries + o_row * 4, mask=m_row, other=0)
+    b_end = gl.load(arrays.queries + o_row * 4 + 1, mask=m_row, other=0)
     # Some query of the tile may choose blocks [lowest, highest); every query may choose blocks [all_from, all_until).
     lowest, highest, all_from, all_until = gl.reduce(
         (gl.where(b_first < b_end, b_first, 2147483647), b_end, b_first, b_end), 0, bounds_of_both)
     tiles = gl.maximum(highest - lowest + BLOCKS - 1, 0) // BLOCKS
     if lowest >= highest:
         tiles = 0
-    load_centroids(memory, p_parts, p_scale, highest - BLOCKS, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
+    centroids = Centroids(p_parts, p_scale, key_head, lowest)
+    load_centroids(memory, centroids, highest - BLOCKS, SHAPE, LINES)
     # With the queries in registers the tensor cores read only one operand from shared memory, whose bandwidth would
     # limit them otherwise.
     b_query = gl.convert_layout(b_query, gl.DotOperandLayout(0, S, 2))
@@ -390,16 +422,16 @@ def moba_hopper_choose(query, p_centroids, p_halves, p_scales, p_queries, p_chos
         async_copy.wait_group(0)
         fence_async_shared()
         thread_barrier()
-        b_scores = score_blocks(b_query, memory, p_scale, b_zero, PARTS)
+        b_scores = score_blocks(b_query, memory, centroids, b_zero, SHAPE.parts)
         first = highest - (tile + 1) * BLOCKS
-        load_centroids(memory, p_parts, p_scale, first - BLOCKS, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
+        load_centroids(memory, centroids, first - BLOCKS, SHAPE, LINES)
         if first < all_from or first + BLOCKS > all_until:
-            b_first = gl.load(p_queries + o_row * 4, mask=m_row, other=0)
-            b_end = gl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
+            b_first = gl.load(arrays.queries + o_row * 4, mask=m_row, other=0)
+            b_end = gl.load(arrays.queries + o_row * 4 + 1, mask=m_row, other=0)
             o_block = first + gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, S)), 0)
             m_block = (o_block >= gl.expand_dims(b_first, 1)) & (o_block < gl.expand_dims(b_end, 1))
             b_scores = gl.where(m_block, b_scores, NO_SCORE)
-        keys, ids, b_check = merge_tile(keys, ids, b_check, b_scores, tile, KEEP, MASK)
+        keys, ids, b_check = merge_tile(keys, ids, b_check, b_scores, tile, KEEP, SHAPE.has_mask)
     async_copy.wait_group(0)
     o_thread = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, THREADS)), 0)
     blocks = ()
@@ -422,16 +454,15 @@ def moba_hopper_choose(query, p_centroids, p_halves, p_scales, p_queries, p_chos
     for slot in gl.static_range(SLOTS):
         chosen = chosen + (gl.where(keys[slot] > NO_SCORE, blocks[slot], -1),)
     if gl.max(m_open.to(gl.int32), 0) > 0:
-        b_first = gl.load(p_queries + o_row * 4, mask=m_row, other=0)
-        b_end = gl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
-        exact = choose_exactly(b_query, memory, p_parts, p_scale, b_first, b_end, lowest, highest, tiles, key_head,
-                               b_zero, KEY_HEADS, HEAD_DIM, PARTS, SLOTS, LINES)
+        b_first = gl.load(arrays.queries + o_row * 4, mask=m_row, other=0)
+        b_end = gl.load(arrays.queries + o_row * 4 + 1, mask=m_row, other=0)
+        exact = choose_exactly(b_query, memory, centroids, b_first, b_end, highest, tiles, b_zero, SHAPE, LINES)
         chosen = ()
         for slot in gl.static_range(SLOTS):
             chosen = chosen + (gl.convert_layout(exact[slot], ONE),)
     o_store = first_row + gl.arange(0, ROWS, ONE)
-    p_row = p_chosen + (head.to(gl.int64) * query_tokens + o_store) * SLOTS
+    p_row = arrays.chosen + (head.to(gl.int64) * scalars.query_tokens + o_store) * SLOTS
     for slot in gl.static_range(SLOTS):
-        gl.store(p_row + slot, chosen[slot], mask=o_store < query_tokens)
+        gl.store(p_row + slot, chosen[slot], mask=o_store < scalars.query_tokens)
     parts._keep_alive()
     scales._keep_alive()

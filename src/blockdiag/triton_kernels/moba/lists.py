@@ -11,6 +11,18 @@ block's list. No atomics are needed, and the result does not depend on the order
 import triton
 import triton.language as tl
 
+from blockdiag.triton_kernels.moba.arguments import (
+    AddSpansArrays,
+    CountArrays,
+    CountScalars,
+    EntriesArrays,
+    EntriesScalars,
+    ItemsArrays,
+    ItemsScalars,
+    OffsetsArrays,
+    SpansScalars,
+)
+
 
 @triton.jit
 def match_pairs(b_id, o_pair):
@@ -24,32 +36,35 @@ def match_pairs(b_id, o_pair):
 
 
 @triton.jit
-def moba_count(p_chosen, p_counters, p_ranks, query_tokens, num_blocks, span_rows,
-               SLOTS: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr, MATCH: tl.constexpr):
+def moba_count(arrays: CountArrays, scalars: CountScalars, SLOTS: tl.constexpr, TILE: tl.constexpr):
     """Count how often the queries of a span chose each block, int32 [head, span, block], and rank the pairs.
 
     The rank of a pair, int32 [head, pair], is the number of earlier pairs of the span with the same block. One program
     goes through the pairs of its span in order.
+
+    TILE is a CountTile.
     """
+    PAIRS: tl.constexpr = TILE.pairs
+    BLOCKS: tl.constexpr = TILE.blocks
     span = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    p_counter = p_counters + (head * tl.num_programs(0) + span) * num_blocks
+    p_counter = arrays.counters + (head * tl.num_programs(0) + span) * scalars.num_blocks
     o_block = tl.arange(0, BLOCKS)
-    for first in range(0, num_blocks, BLOCKS):
-        tl.store(p_counter + first + o_block, tl.zeros([BLOCKS], tl.int32), mask=first + o_block < num_blocks)
+    for first in range(0, scalars.num_blocks, BLOCKS):
+        tl.store(p_counter + first + o_block, tl.zeros([BLOCKS], tl.int32), mask=first + o_block < scalars.num_blocks)
     tl.debug_barrier()
-    num_pairs = query_tokens * SLOTS
-    begin = span * span_rows * SLOTS
-    last = tl.minimum((span + 1) * span_rows, query_tokens) * SLOTS
+    num_pairs = scalars.query_tokens * SLOTS
+    begin = span * scalars.span_rows * SLOTS
+    last = tl.minimum((span + 1) * scalars.span_rows, scalars.query_tokens) * SLOTS
     o_pair = tl.arange(0, PAIRS)
-    p_pair = p_chosen + head * num_pairs
+    p_pair = arrays.chosen + head * num_pairs
     b_id = tl.load(p_pair + begin + o_pair, mask=begin + o_pair < last, other=-1)
     for first in range(begin, last, PAIRS):
         # Load the next step's pairs before the stores, which would delay the load.
         b_next = tl.load(p_pair + first + PAIRS + o_pair, mask=first + PAIRS + o_pair < last, other=-1)
         m_chosen = b_id >= 0
         b_counter = tl.load(p_counter + b_id, mask=m_chosen, other=0)
-        if MATCH:
+        if TILE.has_match:
             b_rank, b_count = match_pairs(b_id, o_pair)
         else:
             # Load the pairs along the other axis, too, to compare each pair with every other one.
@@ -57,7 +72,7 @@ def moba_count(p_chosen, p_counters, p_ranks, query_tokens, num_blocks, span_row
             m_same = b_id[:, None] == b_other
             b_rank = tl.sum((m_same & (o_pair[None, :] < o_pair[:, None])).to(tl.int32), 1)
             b_count = tl.sum(m_same.to(tl.int32), 1)
-        tl.store(p_ranks + head * num_pairs + first + o_pair, b_counter + b_rank, mask=m_chosen)
+        tl.store(arrays.ranks + head * num_pairs + first + o_pair, b_counter + b_rank, mask=m_chosen)
         tl.debug_barrier()
         tl.store(p_counter + b_id, b_counter + b_count, mask=m_chosen & (b_rank == b_count - 1))
         tl.debug_barrier()
@@ -65,8 +80,12 @@ def moba_count(p_chosen, p_counters, p_ranks, query_tokens, num_blocks, span_row
 
 
 @triton.jit
-def moba_add_spans(p_counters, p_counts, num_blocks, num_spans, SPANS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Sum the counts of all spans, int32 [head, block]."""
+def moba_add_spans(arrays: AddSpansArrays, scalars: SpansScalars, TILE: tl.constexpr):
+    """Sum the counts of all spans, int32 [head, block]. TILE is a SpanTile."""
+    SPANS: tl.constexpr = TILE.spans
+    BLOCKS: tl.constexpr = TILE.blocks
+    num_blocks = scalars.num_blocks
+    num_spans = scalars.num_spans
     o_block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     head = tl.program_id(1).to(tl.int64)
     m_block = o_block < num_blocks
@@ -75,67 +94,81 @@ def moba_add_spans(p_counters, p_counts, num_blocks, num_spans, SPANS: tl.conste
         o_span = first + tl.arange(0, SPANS)
         o_counter = (head * num_spans + o_span)[:, None] * num_blocks + o_block[None, :]
         m_counter = (o_span < num_spans)[:, None] & m_block[None, :]
-        b_total += tl.sum(tl.load(p_counters + o_counter, mask=m_counter, other=0), 0)
-    tl.store(p_counts + head * num_blocks + o_block, b_total, mask=m_block)
+        b_total += tl.sum(tl.load(arrays.counters + o_counter, mask=m_counter, other=0), 0)
+    tl.store(arrays.counts + head * num_blocks + o_block, b_total, mask=m_block)
 
 
 @triton.jit
-def moba_offsets(p_counters, p_counts, p_offsets, p_before, num_blocks, num_spans,
-                 SPANS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Compute where each block's list begins, int32 [head, block], and each span's part of it, [head, span, block]."""
+def moba_offsets(arrays: OffsetsArrays, scalars: SpansScalars, TILE: tl.constexpr):
+    """Compute where each block's list begins, int32 [head, block], and each span's part of it, [head, span, block].
+
+    TILE is a SpanTile.
+    """
+    SPANS: tl.constexpr = TILE.spans
+    BLOCKS: tl.constexpr = TILE.blocks
+    num_blocks = scalars.num_blocks
+    num_spans = scalars.num_spans
     first_block = tl.program_id(0) * BLOCKS
     o_block = first_block + tl.arange(0, BLOCKS)
     head = tl.program_id(1).to(tl.int64)
     m_block = o_block < num_blocks
-    p_head = p_counts + head * num_blocks
+    p_head = arrays.counts + head * num_blocks
     b_earlier = tl.zeros([BLOCKS], tl.int32)
     for first in range(0, first_block, BLOCKS):
         b_earlier += tl.load(p_head + first + tl.arange(0, BLOCKS))
     b_count = tl.load(p_head + o_block, mask=m_block, other=0)
     b_place = tl.sum(b_earlier, 0) + tl.cumsum(b_count, 0) - b_count
-    tl.store(p_offsets + head * num_blocks + o_block, b_place, mask=m_block)
+    tl.store(arrays.offsets + head * num_blocks + o_block, b_place, mask=m_block)
     for first in range(0, num_spans, SPANS):
         o_span = first + tl.arange(0, SPANS)
         o_counter = (head * num_spans + o_span)[:, None] * num_blocks + o_block[None, :]
         m_counter = (o_span < num_spans)[:, None] & m_block[None, :]
-        b_span_count = tl.load(p_counters + o_counter, mask=m_counter, other=0)
+        b_span_count = tl.load(arrays.counters + o_counter, mask=m_counter, other=0)
         b_until = b_place[None, :] + tl.cumsum(b_span_count, 0)
-        tl.store(p_before + o_counter, b_until - b_span_count, mask=m_counter)
+        tl.store(arrays.before + o_counter, b_until - b_span_count, mask=m_counter)
         b_place += tl.sum(b_span_count, 0)
 
 
 @triton.jit
-def moba_entries(p_chosen, p_ranks, p_before, p_entries, p_degrees, query_tokens, num_blocks, span_rows, num_spans,
-                 SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def moba_entries(arrays: EntriesArrays, scalars: EntriesScalars, SLOTS: tl.constexpr, TILE: tl.constexpr):
     """Write the lists of all blocks, int32 [head, pair], and the number of blocks of each query, int32 [head, query].
 
     The entries of a list are query * SLOTS + slot in ascending order.
+
+    TILE is an EntryTile.
     """
+    query_tokens = scalars.query_tokens
     head = tl.program_id(1).to(tl.int64)
-    o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    o_row = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     m_row = o_row < query_tokens
-    o_slot = tl.arange(0, SLOT_COLUMNS)[None, :]
+    o_slot = tl.arange(0, TILE.slot_columns)[None, :]
     o_pair = o_row[:, None] * SLOTS + o_slot
     p_pair = head * query_tokens * SLOTS + o_pair
-    b_id = tl.load(p_chosen + p_pair, mask=m_row[:, None] & (o_slot < SLOTS), other=-1)
+    b_id = tl.load(arrays.chosen + p_pair, mask=m_row[:, None] & (o_slot < SLOTS), other=-1)
     m_chosen = b_id >= 0
-    o_span = (head * num_spans + o_row // span_rows) * num_blocks
-    b_place = tl.load(p_ranks + p_pair, mask=m_chosen, other=0)
-    b_place += tl.load(p_before + o_span[:, None] + b_id, mask=m_chosen, other=0)
-    tl.store(p_entries + head * query_tokens * SLOTS + b_place, o_pair, mask=m_chosen)
-    tl.store(p_degrees + head * query_tokens + o_row, tl.sum(m_chosen.to(tl.int32), 1), mask=m_row)
+    o_span = (head * scalars.num_spans + o_row // scalars.span_rows) * scalars.num_blocks
+    b_place = tl.load(arrays.ranks + p_pair, mask=m_chosen, other=0)
+    b_place += tl.load(arrays.before + o_span[:, None] + b_id, mask=m_chosen, other=0)
+    tl.store(arrays.entries + head * query_tokens * SLOTS + b_place, o_pair, mask=m_chosen)
+    tl.store(arrays.degrees + head * query_tokens + o_row, tl.sum(m_chosen.to(tl.int32), 1), mask=m_row)
 
 
 @triton.jit
-def moba_items(p_counts, p_items, num_blocks, num_items, CHUNK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Write the work items (block, chunk of its list), int32 [head, item, 2], -1 after the last."""
+def moba_items(arrays: ItemsArrays, scalars: ItemsScalars, TILE: tl.constexpr):
+    """Write the work items (block, chunk of its list), int32 [head, item, 2], -1 after the last.
+
+    TILE is an ItemTile.
+    """
+    BLOCKS: tl.constexpr = TILE.blocks
+    num_blocks = scalars.num_blocks
+    num_items = scalars.num_items
     head = tl.program_id(0).to(tl.int64)
-    p_item = p_items + head * num_items * 2
+    p_item = arrays.items + head * num_items * 2
     total = 0
     for first in range(0, num_blocks, BLOCKS):
         o_block = first + tl.arange(0, BLOCKS)
-        b_count = tl.load(p_counts + head * num_blocks + o_block, mask=o_block < num_blocks, other=0)
-        b_chunks = (b_count + CHUNK - 1) // CHUNK
+        b_count = tl.load(arrays.counts + head * num_blocks + o_block, mask=o_block < num_blocks, other=0)
+        b_chunks = (b_count + TILE.chunk - 1) // TILE.chunk
         b_first = total + tl.cumsum(b_chunks, 0) - b_chunks
         for chunk in range(0, tl.max(b_chunks, 0)):
             m_chunk = chunk < b_chunks

@@ -19,25 +19,51 @@ from blockdiag.triton_kernels.launch.plan import (
     Target,
     TensorSpec,
     array_group,
-    named_arguments,
 )
 from blockdiag.triton_kernels.moba.arguments import (
+    AddSpansArrays,
     BlocksBackwardArrays,
     BlocksBackwardScalars,
     BlocksForwardArrays,
     BlocksForwardScalars,
     BlockTile,
+    CentroidsArrays,
+    CentroidShape,
+    ChoiceShape,
+    ChoiceTile,
+    ChooseArrays,
+    ChooseScalars,
+    CountArrays,
+    CountScalars,
+    CountTile,
+    EntriesArrays,
+    EntriesScalars,
+    EntryTile,
+    HalvesArrays,
+    HalvesScalars,
+    HopperChoiceShape,
+    HopperChoiceTile,
+    ItemsArrays,
+    ItemsScalars,
+    ItemTile,
     ListShape,
     ListTile,
+    MaskedCentroidShape,
     MergeBackwardArrays,
     MergeBackwardScalars,
     MergeForwardArrays,
     MergeForwardScalars,
     MergeTile,
+    OffsetsArrays,
     OwnShape,
     QueryPartsArrays,
     QueryPartsScalars,
     RowTile,
+    SpansScalars,
+    SpanTile,
+    StartsArrays,
+    StartsScalars,
+    VectorTile,
 )
 from blockdiag.triton_kernels.moba.configs import (
     ADJUSTMENTS,
@@ -107,15 +133,24 @@ _KINDS: Mapping[str, _Arrays] = {
 
 
 class _Groups(NamedTuple):
-    """The classes of a kernel's groups of arguments."""
+    """The classes of a kernel's groups of arguments. Groups that the kernel does not take are None."""
 
     arrays: Any
     scalars: Any
-    shape: type
+    shape: type | None
     tile: type
 
 
 _GROUPS: Mapping[str, _Groups] = {
+    "centroids": _Groups(CentroidsArrays, None, MaskedCentroidShape, VectorTile),
+    "halves": _Groups(HalvesArrays, HalvesScalars, CentroidShape, VectorTile),
+    "choose": _Groups(ChooseArrays, ChooseScalars, ChoiceShape, ChoiceTile),
+    "count": _Groups(CountArrays, CountScalars, None, CountTile),
+    "add_spans": _Groups(AddSpansArrays, SpansScalars, None, SpanTile),
+    "offsets": _Groups(OffsetsArrays, SpansScalars, None, SpanTile),
+    "entries": _Groups(EntriesArrays, EntriesScalars, None, EntryTile),
+    "items": _Groups(ItemsArrays, ItemsScalars, None, ItemTile),
+    "starts": _Groups(StartsArrays, StartsScalars, None, VectorTile),
     "blocks_forward": _Groups(BlocksForwardArrays, BlocksForwardScalars, ListShape, BlockTile),
     "merge_forward": _Groups(MergeForwardArrays, MergeForwardScalars, OwnShape, MergeTile),
     "blocks_backward": _Groups(BlocksBackwardArrays, BlocksBackwardScalars, OwnShape, BlockTile),
@@ -129,6 +164,10 @@ _HOPPER_KERNELS: Mapping[str, tuple[str, str]] = {
     "choose": ("hopper_routing", "moba_hopper_choose"),
     "blocks_forward": ("hopper_forward", "moba_hopper_forward"),
     "blocks_backward": ("hopper_backward", "moba_hopper_backward"),
+}
+# Their groups, where they differ from those of the plain kernels.
+_HOPPER_GROUPS: Mapping[str, _Groups] = {
+    "choose": _Groups(ChooseArrays, ChooseScalars, HopperChoiceShape, HopperChoiceTile),
 }
 
 
@@ -199,10 +238,11 @@ class MoBALaunch:
         """
         if self.cache is not None:
             require_dtypes(target.arch, self.cache.key_dtype, self.cache.value_dtype)
-        module, name = _KINDS[self.kind].module, self.name
+        module, name, groups = _KINDS[self.kind].module, self.name, _GROUPS[self.kind]
         hopper = None if self.is_portable else hopper_config(self.problem, self.kind, target.arch)
         if hopper is not None:
             module, name = _HOPPER_KERNELS[self.kind]
+            groups = _HOPPER_GROUPS.get(self.kind, groups)
         kernel = getattr(importlib.import_module(f"blockdiag.triton_kernels.moba.{module}"), name)
         scales_values = self.cache is not None and self.cache.value_scale == "token"
         config = hopper or config_of(self.problem, self.kind, target.arch, scales_values=scales_values)
@@ -213,7 +253,7 @@ class MoBALaunch:
             grid=self._grid(config),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=self._arguments(kernel, config),
+            arguments=self._arguments(kernel, groups, config),
             options=CompileOptions(
                 num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers
             ),
@@ -225,20 +265,26 @@ class MoBALaunch:
             flops=self._flops(),
         )
 
-    def _arguments(self, kernel: Any, config: Config) -> dict[str, Argument | Group]:
-        """Return the arguments of a kernel. Groups are filled by the names of their fields."""
-        scalars, constants = self._scalars(config), self._constants(config)
-        groups = _GROUPS.get(self.kind)
-        if groups is None:
-            return {**named_arguments(kernel, scalars | constants, self.input_names, self.output_names)}
+    def _arguments(self, kernel: Any, groups: _Groups, config: Config) -> dict[str, Argument | Group]:
+        """Return the arguments of a kernel. Groups are filled by the names of their fields.
+
+        A parameter that is no group is the size of its name.
+        """
+        scalars = self._scalars(config)
         values = self._shape_values() | self._tile_values(config)
-        shape, tile = (kind(**{x.name: values[x.name] for x in fields(kind)}) for kind in (groups.shape, groups.tile))
-        return {
-            "arrays": array_group(groups.arrays, self.input_names, self.output_names),
-            "scalars": groups.scalars._make(scalars[name] for name in groups.scalars._fields),
-            "SHAPE": Constexpr(shape),
-            "TILE": Constexpr(tile),
-        }
+        arguments: dict[str, Argument | Group] = {}
+        for name in kernel.arg_names:
+            match name:
+                case "arrays":
+                    arguments[name] = array_group(groups.arrays, self.input_names, self.output_names)
+                case "scalars":
+                    arguments[name] = groups.scalars._make(scalars[field] for field in groups.scalars._fields)
+                case "SHAPE" | "TILE":
+                    kind: Any = groups.shape if name == "SHAPE" else groups.tile
+                    arguments[name] = Constexpr(kind(**{field.name: values[field.name] for field in fields(kind)}))
+                case _:
+                    arguments[name] = Constexpr(values[name.lower()])
+        return arguments
 
     def _shape_values(self) -> dict[str, Any]:
         problem, cache = self.problem, self.cache
@@ -247,6 +293,8 @@ class MoBALaunch:
             "key_heads": problem.key_heads,
             "group_size": problem.group_size,
             "head_dim": problem.head_dim,
+            "parts": self._parts,
+            "part_scale": 1.0 if self._parts < 3 else problem.centroid_scale,
             "slots": problem.slots,
             "part_slots": problem.slots if self.kind.endswith("forward") else self._part_slots,
             "part_heads": self._query_heads,
@@ -265,12 +313,17 @@ class MoBALaunch:
         return {
             "rows": config.rows,
             "keys": config.keys,
+            "blocks": config.blocks,
+            "pairs": config.pairs,
+            "spans": 16 if -(-problem.query_tokens // span_rows(problem)) <= MANY_HEADS_SPANS else 64,
             "columns": max(16, next_power_of_2(problem.head_dim)),
             "loop_stages": config.loop_stages,
             "precision": self._precision,
             "chunk": config.chunk,
             "key_tiles": self._key_tiles,
             "slot_columns": max(2, next_power_of_2(problem.slots)),
+            "keep": next_power_of_2(problem.slots + 1),
+            "has_match": not self.is_portable,
         }
 
     @property
@@ -473,31 +526,3 @@ class MoBALaunch:
             "scale": Scalar(problem.scale, "fp32"),
             "scale_log2": Scalar(problem.scale * LOG2_E, "fp32"),
         }
-
-    def _constants(self, config: Config) -> dict[str, Argument]:
-        """Return the compile-time values of kernels that take single values: routing, lists and starts."""
-        problem = self.problem
-        values: dict[str, Any] = {
-            "QUERY_HEADS": problem.query_heads,
-            "KEY_HEADS": problem.key_heads,
-            "HEAD_DIM": problem.head_dim,
-            "COLUMNS": max(16, next_power_of_2(problem.head_dim)),
-            "PARTS": self._parts,
-            "PART_SCALE": 1.0 if self._parts < 3 else problem.centroid_scale,
-            "SLOTS": problem.slots,
-            # Entries of the list of the best blocks: one more than the slots, to compare the last selected block with
-            # the first rejected one.
-            "KEEP": next_power_of_2(problem.slots + 1),
-            "SLOT_COLUMNS": max(2, next_power_of_2(problem.slots)),
-            "ROWS": config.rows,
-            "BLOCKS": config.blocks,
-            # Spans that one program adds up at a time.
-            "SPANS": 16 if -(-problem.query_tokens // span_rows(problem)) <= MANY_HEADS_SPANS else 64,
-            "PAIRS": config.pairs,
-            # match.any finds equal values within a warp in one instruction. The interpreter does not support it.
-            "MATCH": not self.is_portable,
-            "CHUNK": config.chunk,
-            "MASK": problem.has_key_mask,
-            "PRECISION": self._precision,
-        }
-        return {name: Constexpr(value) for name, value in values.items()}

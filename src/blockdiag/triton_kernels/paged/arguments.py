@@ -225,3 +225,30 @@ class MergeConstants:
     has_sinks: bool
     entries: Entries = "sequences"
     most: int | None = None
+
+
+class TilesArrays(NamedTuple):
+    """The arrays of the kernel that builds the table of tiles. Arrays that a call does not have are None."""
+
+    query_offsets: Argument
+    query_lengths: Argument
+    kv_lengths: Argument
+    tiles: Argument
+    zeros: Argument
+
+
+class TilesScalars(NamedTuple):
+    """The run-time scalars of the kernel that builds the table of tiles.
+
+    Attributes:
+        num_tiles: tiles in the table, after which it has whole sequences.
+        rows: queries of all sequences.
+        longest: rows of a sequence of a batch; ignored with offsets.
+        max_keys: the most keys that a sequence can have.
+    """
+
+    batch: Argument
+    num_tiles: Argument
+    rows: Argument
+    longest: Argument
+    max_keys: Argument

@@ -18,11 +18,12 @@ from blockdiag.triton_kernels.launch.plan import (
     CompileOptions,
     Constexpr,
     LaunchPlan,
-    Scalar,
     Target,
     TensorSpec,
-    named_arguments,
+    array_group,
+    scalar_group,
 )
+from blockdiag.triton_kernels.paged.arguments import TilesArrays, TilesScalars
 
 _ENTRIES = 32
 _SEGMENTS = 128
@@ -34,14 +35,19 @@ def _larger(a, b):
 
 
 @triton.jit
-def paged_tiles(p_query_offsets, p_query_lengths, p_kv_lengths, p_tiles, p_zeros, batch, num_tiles, rows, longest,
-                max_keys, FORM: tl.constexpr, FIRST: tl.constexpr, EACH: tl.constexpr, TOKENS: tl.constexpr,
+def paged_tiles(arrays, scalars, FORM: tl.constexpr, FIRST: tl.constexpr, EACH: tl.constexpr, TOKENS: tl.constexpr,
                 ENTRIES: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Build the table, and store 0 in `p_zeros`.
+    """Build the table, and store 0 in `zeros`.
 
     See `TilesLaunch` for FORM. Segment FIRST is a sequence, and from there every EACH-th segment. The sequences of a
     batch have `longest` rows.
+
+    `arrays` is a TilesArrays, `scalars` a TilesScalars.
     """
+    batch = scalars.batch
+    num_tiles = scalars.num_tiles
+    rows = scalars.rows
+    longest = scalars.longest
     o_entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     m_whole = o_entry >= num_tiles
     num_segments = batch * EACH + 2 * FIRST
@@ -55,9 +61,9 @@ def paged_tiles(p_query_offsets, p_query_lengths, p_kv_lengths, p_tiles, p_zeros
         m_segment = o_segment < num_segments
         if FORM == "offsets":
             # Offsets are clipped, and raised to at least their predecessors. Segment s ends at offset s.
-            b_ends = tl.load(p_query_offsets + o_segment, mask=o_segment <= batch, other=0)
+            b_ends = tl.load(arrays.query_offsets + o_segment, mask=o_segment <= batch, other=0)
             b_ends = tl.maximum(tl.associative_scan(tl.minimum(tl.maximum(b_ends, 0), rows), 0, _larger), end_before)
-            b_former = tl.load(p_query_offsets + o_segment - 1, mask=(o_segment >= 1) & m_segment, other=0)
+            b_former = tl.load(arrays.query_offsets + o_segment - 1, mask=(o_segment >= 1) & m_segment, other=0)
             b_begins = tl.maximum(tl.associative_scan(tl.minimum(tl.maximum(b_former, 0), rows), 0, _larger),
                                   end_before)
             end_before = tl.max(b_ends, 0)
@@ -66,7 +72,7 @@ def paged_tiles(p_query_offsets, p_query_lengths, p_kv_lengths, p_tiles, p_zeros
             b_begins = o_segment // EACH * longest
             b_ends = b_begins + longest
             if FORM == "lengths":
-                b_own = tl.load(p_query_lengths + o_segment // 2, mask=m_segment, other=0)
+                b_own = tl.load(arrays.query_lengths + o_segment // 2, mask=m_segment, other=0)
                 b_middle = b_begins + tl.minimum(tl.maximum(b_own, 0), longest)
                 b_begins = tl.where(o_segment % 2 == 0, b_begins, b_middle)
                 b_ends = tl.where(o_segment % 2 == 0, b_middle, b_ends)
@@ -85,17 +91,17 @@ def paged_tiles(p_query_offsets, p_query_lengths, p_kv_lengths, p_tiles, p_zeros
     b_count = tl.minimum(tl.maximum(b_length - b_earlier, 0), TOKENS)
     b_sequence = (b_segment - FIRST) // EACH
     m_inside = (b_segment >= FIRST) & (b_sequence < batch) & ((b_segment - FIRST) % EACH == 0)
-    b_keys = tl.load(p_kv_lengths + b_sequence, mask=m_inside, other=0)
-    b_keys = tl.minimum(tl.maximum(b_keys, 0), max_keys)
+    b_keys = tl.load(arrays.kv_lengths + b_sequence, mask=m_inside, other=0)
+    b_keys = tl.minimum(tl.maximum(b_keys, 0), scalars.max_keys)
     b_position = tl.where(m_inside, b_keys - b_length, 0) + b_earlier
     m_entry = o_entry < num_tiles + batch
-    p_entry = p_tiles + o_entry * 4
+    p_entry = arrays.tiles + o_entry * 4
     tl.store(p_entry, b_begin + b_earlier, mask=m_entry)
     tl.store(p_entry + 1, tl.where(m_whole, b_length, b_count), mask=m_entry)
     tl.store(p_entry + 2, b_position, mask=m_entry)
     tl.store(p_entry + 3, tl.where(m_inside, b_sequence, -1), mask=m_entry)
     if tl.program_id(0) == 0:
-        tl.store(p_zeros, 0)
+        tl.store(arrays.zeros, 0)
 
 
 # fmt: on
@@ -150,25 +156,29 @@ class TilesLaunch:
         problem, tiled = self.problem, self.problem.tiled
         assert tiled.num_tiles is not None and tiled.packed_rows is not None
         entries = tiled.num_tiles + problem.batch
-        known = {
-            "batch": Scalar(problem.batch, "i32"),
-            "num_tiles": Scalar(tiled.num_tiles, "i32"),
-            "rows": Scalar(tiled.packed_rows, "i32"),
-            "longest": Scalar(0 if self.form == "offsets" else problem.query_tokens, "i32"),
-            "max_keys": Scalar(problem.max_keys if problem.num_pages else 0, "i32"),
-            "FORM": Constexpr(self.form),
-            "FIRST": Constexpr(1 if self.form == "offsets" else 0),
-            "EACH": Constexpr(2 if self.form == "lengths" else 1),
-            "TOKENS": Constexpr(tiled.query_tokens),
-            "ENTRIES": Constexpr(_ENTRIES),
-            "SEGMENTS": Constexpr(_SEGMENTS),
-        }
+        scalars = scalar_group(
+            TilesScalars,
+            batch=problem.batch,
+            num_tiles=tiled.num_tiles,
+            rows=tiled.packed_rows,
+            longest=0 if self.form == "offsets" else problem.query_tokens,
+            max_keys=problem.max_keys if problem.num_pages else 0,
+        )
         return LaunchPlan(
             name=self.name,
             kernel=paged_tiles,
             grid=(-(-entries // _ENTRIES), 1, 1),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=named_arguments(paged_tiles, known, self.input_names, self.output_names),
+            arguments={
+                "arrays": array_group(TilesArrays, self.input_names, self.output_names),
+                "scalars": scalars,
+                "FORM": Constexpr(self.form),
+                "FIRST": Constexpr(1 if self.form == "offsets" else 0),
+                "EACH": Constexpr(2 if self.form == "lengths" else 1),
+                "TOKENS": Constexpr(tiled.query_tokens),
+                "ENTRIES": Constexpr(_ENTRIES),
+                "SEGMENTS": Constexpr(_SEGMENTS),
+            },
             options=CompileOptions(num_warps=8),
         )
