@@ -150,6 +150,7 @@ class Chunk:
         is_paired: whether queries and keys are held as the two halves of rotary pairs.
         is_value_paired: the same of values.
         precision: `input_precision` of products.
+        is_full, has_descriptors: see `Tile`. The last chunk of a block may be short, and chunks are read by pointers.
     """
 
     block_size: int
@@ -159,6 +160,8 @@ class Chunk:
     is_paired: bool
     is_value_paired: bool
     precision: Literal["ieee", "tf32"]
+    is_full: Literal[False] = False
+    has_descriptors: Literal[False] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from blockdiag.triton_kernels.block_diagonal.arguments import BackwardScalars, Tables
-from blockdiag.triton_kernels.block_diagonal.forward import load_rows, load_tile_tables, store_rows
+from blockdiag.triton_kernels.block_diagonal.operands import load_operand, load_rotary, store_operand
 from blockdiag.triton_kernels.parts.tiles import paired_scores, rotate, rotate_adjoint, score_mask, tile_span
 
 
@@ -83,14 +83,14 @@ def block_diagonal_backward(query, key, value, output_cotangent, tables: Tables,
         start, rows, written, position = tile_span(tables.tiles, tile, scalars.sequence_length, TILE.block_size,
                                                    SHAPE.has_tiles, TILE.is_full)
 
-        b_q0, b_q1 = load_rows(query, start, rows, head, SHAPE.query_row, SHAPE, ROTARY, TILE, TILE.is_paired)
-        b_k0, b_k1 = load_rows(key, start, rows, k_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_paired)
-        b_v0, b_v1 = load_rows(value, start, rows, v_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_value_paired)
-        b_do0, b_do1 = load_rows(output_cotangent, start, rows, head, SHAPE.query_heads, SHAPE, ROTARY, TILE,
-                                 TILE.is_value_paired)
+        b_q0, b_q1 = load_operand(query, start, rows, head, SHAPE.query_row, SHAPE, ROTARY, TILE, TILE.is_paired)
+        b_k0, b_k1 = load_operand(key, start, rows, k_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_paired)
+        b_v0, b_v1 = load_operand(value, start, rows, v_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_value_paired)
+        b_do0, b_do1 = load_operand(output_cotangent, start, rows, head, SHAPE.query_heads, SHAPE, ROTARY, TILE,
+                                    TILE.is_value_paired)
         dtype: tl.constexpr = b_q0.dtype
         if ROTATES:
-            b_cos, b_sin = load_tile_tables(tables, start, rows, position, scalars.table_rows, SHAPE, ROTARY, TILE)
+            b_cos, b_sin = load_rotary(tables, start, rows, position, scalars.table_rows, SHAPE, ROTARY, TILE)
             if ROTARY.rotates_query:
                 b_q0, b_q1 = rotate(b_q0, b_q1, b_cos, b_sin)
             if ROTARY.rotates_key:
@@ -117,8 +117,8 @@ def block_diagonal_backward(query, key, value, output_cotangent, tables: Tables,
             b_dq1 = sum_over_columns(b_ds, b_k1, TRANSPOSED, PRECISION)
         if ROTARY.rotates_query:
             b_dq0, b_dq1 = rotate_adjoint(b_dq0, b_dq1, b_cos, b_sin)
-        store_rows(d_query, b_dq0.to(dtype), b_dq1.to(dtype), start, written, head, SHAPE.query_row, SHAPE, ROTARY,
-                   TILE, TILE.is_paired)
+        store_operand(d_query, b_dq0.to(dtype), b_dq1.to(dtype), start, written, head, SHAPE.query_row, SHAPE, ROTARY,
+                      TILE, TILE.is_paired)
         b_dk0 = sum_over_rows(b_dk0, b_ds, b_q0, GROUP, TRANSPOSED, PRECISION)
         if TILE.is_paired:
             b_dk1 = sum_over_rows(b_dk1, b_ds, b_q1, GROUP, TRANSPOSED, PRECISION)
@@ -126,12 +126,12 @@ def block_diagonal_backward(query, key, value, output_cotangent, tables: Tables,
         if GROUP == 1 or member == GROUP - 1:
             if ROTARY.rotates_value:
                 b_dv0, b_dv1 = rotate_adjoint(b_dv0, b_dv1, b_cos, b_sin)
-            store_rows(d_value, b_dv0.to(dtype), b_dv1.to(dtype), start, written, v_head, SHAPE.key_row, SHAPE, ROTARY,
-                       TILE, TILE.is_value_paired)
+            store_operand(d_value, b_dv0.to(dtype), b_dv1.to(dtype), start, written, v_head, SHAPE.key_row, SHAPE,
+                          ROTARY, TILE, TILE.is_value_paired)
             if ROTARY.rotates_key:
                 b_dk0, b_dk1 = rotate_adjoint(b_dk0, b_dk1, b_cos, b_sin)
-            store_rows(d_key, b_dk0.to(dtype), b_dk1.to(dtype), start, written, k_head, SHAPE.key_row, SHAPE, ROTARY,
-                       TILE, TILE.is_paired)
+            store_operand(d_key, b_dk0.to(dtype), b_dk1.to(dtype), start, written, k_head, SHAPE.key_row, SHAPE, ROTARY,
+                          TILE, TILE.is_paired)
             b_dk0 = tl.zeros([ROWS, QK_COLUMNS], tl.float32)
             b_dk1 = b_dk0
             b_dv0 = tl.zeros([ROWS, V_COLUMNS], tl.float32)

@@ -12,15 +12,8 @@ import triton
 import triton.language as tl
 
 from blockdiag.triton_kernels.block_diagonal.arguments import BackwardScalars, ForwardScalars, Tables
-from blockdiag.triton_kernels.parts.tiles import (
-    load_operand,
-    load_rotary,
-    paired_scores,
-    rotate,
-    rotate_adjoint,
-    store_operand,
-    tile_span,
-)
+from blockdiag.triton_kernels.block_diagonal.operands import load_operand, load_rotary, store_operand
+from blockdiag.triton_kernels.parts.tiles import paired_scores, rotate, rotate_adjoint, tile_span
 
 
 @triton.jit
@@ -33,12 +26,10 @@ def load_chunk(source, tables, span, offset, head, table_rows, ROW_HEADS: tl.con
     start, rows, _, position = span
     CHUNK: tl.constexpr = TILE.rows
     chunk_rows = tl.minimum(tl.maximum(rows - offset, 0), CHUNK)
-    b_first, b_second = load_operand(source, start + offset, chunk_rows, head, ROW_HEADS, SHAPE.head_dim, CHUNK,
-                                     TILE.columns, False, False, PAIRED, ROTARY.is_interleaved)
+    b_first, b_second = load_operand(source, start + offset, chunk_rows, head, ROW_HEADS, SHAPE, ROTARY, TILE, PAIRED)
     if ROTATED:
-        b_cos, b_sin = load_rotary(tables.cos, tables.sin, tables.positions, start + offset, chunk_rows,
-                                   position + offset, table_rows, SHAPE.head_dim // 2, CHUNK, TILE.columns // 2,
-                                   ROTARY.positions)
+        b_cos, b_sin = load_rotary(tables, start + offset, chunk_rows, position + offset, table_rows, SHAPE, ROTARY,
+                                   TILE)
         b_first, b_second = rotate(b_first, b_second, b_cos, b_sin)
     return b_first, b_second
 
@@ -52,13 +43,12 @@ def store_chunk(target, b_first, b_second, tables, span, offset, head, table_row
     CHUNK: tl.constexpr = TILE.rows
     if ROTATED:
         chunk_rows = tl.minimum(tl.maximum(rows - offset, 0), CHUNK)
-        b_cos, b_sin = load_rotary(tables.cos, tables.sin, tables.positions, start + offset, chunk_rows,
-                                   position + offset, table_rows, SHAPE.head_dim // 2, CHUNK, TILE.columns // 2,
-                                   ROTARY.positions)
+        b_cos, b_sin = load_rotary(tables, start + offset, chunk_rows, position + offset, table_rows, SHAPE, ROTARY,
+                                   TILE)
         b_first, b_second = rotate_adjoint(b_first, b_second, b_cos, b_sin)
     dtype: tl.constexpr = target.dtype.element_ty
     store_operand(target, b_first.to(dtype), b_second.to(dtype), start + offset, written - offset, head, ROW_HEADS,
-                  SHAPE.head_dim, CHUNK, TILE.columns, False, False, PAIRED, ROTARY.is_interleaved)
+                  SHAPE, ROTARY, TILE, PAIRED)
 
 
 @triton.jit
@@ -138,8 +128,7 @@ def block_diagonal_chunked_forward(
         b_max = b_new_max
     b_norm = 1.0 / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
     store_chunk(output, b_o0 * b_norm, b_o1 * b_norm, tables, span, offset, head, scalars.table_rows, SHAPE.query_heads,
-                SHAPE, ROTARY, TILE, TILE.is_value_paired,
-                False)
+                SHAPE, ROTARY, TILE, TILE.is_value_paired, False)
 
 
 @triton.jit
@@ -218,8 +207,7 @@ def block_diagonal_chunked_query_gradient(
         if TILE.is_paired:
             b_dq1 = tl.dot(b_ds, b_k1, acc=b_dq1, input_precision=PRECISION)
     store_chunk(d_query, b_dq0, b_dq1, tables, span, offset, head, scalars.table_rows, SHAPE.query_row, SHAPE, ROTARY,
-                TILE, TILE.is_paired,
-                ROTARY.rotates_query)
+                TILE, TILE.is_paired, ROTARY.rotates_query)
 
 
 @triton.jit
@@ -287,8 +275,6 @@ def block_diagonal_chunked_key_gradient(
         if TILE.is_paired:
             b_dk1 = tl.dot(b_dst, b_q1, acc=b_dk1, input_precision=PRECISION)
     store_chunk(d_key, b_dk0, b_dk1, tables, span, offset, k_head, scalars.table_rows, SHAPE.key_row, SHAPE, ROTARY,
-                TILE, TILE.is_paired,
-                ROTARY.rotates_key)
+                TILE, TILE.is_paired, ROTARY.rotates_key)
     store_chunk(d_value, b_dv0, b_dv1, tables, span, offset, v_head, scalars.table_rows, SHAPE.key_row, SHAPE, ROTARY,
-                TILE, TILE.is_value_paired,
-                ROTARY.rotates_value)
+                TILE, TILE.is_value_paired, ROTARY.rotates_value)

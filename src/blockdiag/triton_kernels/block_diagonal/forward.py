@@ -7,39 +7,8 @@ import triton
 import triton.language as tl
 
 from blockdiag.triton_kernels.block_diagonal.arguments import ForwardScalars, Tables
-from blockdiag.triton_kernels.parts.tiles import (
-    load_operand,
-    load_rotary,
-    paired_scores,
-    rotate,
-    score_mask,
-    store_operand,
-    tile_span,
-)
-
-
-@triton.jit
-def load_rows(source, start, rows, head, ROW_HEADS: tl.constexpr, SHAPE: tl.constexpr, ROTARY: tl.constexpr,
-              TILE: tl.constexpr, PAIRED: tl.constexpr):
-    """Load a tile of one head of [tokens, ROW_HEADS, head_dim]; see `load_operand`."""
-    return load_operand(source, start, rows, head, ROW_HEADS, SHAPE.head_dim, TILE.rows, TILE.columns, TILE.is_full,
-                        TILE.has_descriptors, PAIRED, ROTARY.is_interleaved)
-
-
-@triton.jit
-def store_rows(target, b_first, b_second, start, written, head, ROW_HEADS: tl.constexpr, SHAPE: tl.constexpr,
-               ROTARY: tl.constexpr, TILE: tl.constexpr, PAIRED: tl.constexpr):
-    """Inverse of `load_rows`. TMA stores full tiles only."""
-    store_operand(target, b_first, b_second, start, written, head, ROW_HEADS, SHAPE.head_dim, TILE.rows, TILE.columns,
-                  TILE.is_full, TILE.has_descriptors and TILE.is_full, PAIRED, ROTARY.is_interleaved)
-
-
-@triton.jit
-def load_tile_tables(tables, start, rows, position, table_rows, SHAPE: tl.constexpr, ROTARY: tl.constexpr,
-                     TILE: tl.constexpr):
-    """Load cos and sin of a tile's rows; see `load_rotary`."""
-    return load_rotary(tables.cos, tables.sin, tables.positions, start, rows, position, table_rows,
-                       SHAPE.head_dim // 2, TILE.rows, TILE.columns // 2, ROTARY.positions)
+from blockdiag.triton_kernels.block_diagonal.operands import load_operand, load_rotary, store_operand
+from blockdiag.triton_kernels.parts.tiles import paired_scores, rotate, score_mask, tile_span
 
 
 @triton.jit
@@ -66,11 +35,11 @@ def block_diagonal_forward(query, key, value, tables: Tables, output, num_items,
         start, rows, written, position = tile_span(tables.tiles, tile, scalars.sequence_length, TILE.block_size,
                                                    SHAPE.has_tiles, TILE.is_full)
 
-        b_q0, b_q1 = load_rows(query, start, rows, head, SHAPE.query_row, SHAPE, ROTARY, TILE, TILE.is_paired)
-        b_k0, b_k1 = load_rows(key, start, rows, k_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_paired)
-        b_v0, b_v1 = load_rows(value, start, rows, v_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_value_paired)
+        b_q0, b_q1 = load_operand(query, start, rows, head, SHAPE.query_row, SHAPE, ROTARY, TILE, TILE.is_paired)
+        b_k0, b_k1 = load_operand(key, start, rows, k_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_paired)
+        b_v0, b_v1 = load_operand(value, start, rows, v_head, SHAPE.key_row, SHAPE, ROTARY, TILE, TILE.is_value_paired)
         if ROTATES:
-            b_cos, b_sin = load_tile_tables(tables, start, rows, position, scalars.table_rows, SHAPE, ROTARY, TILE)
+            b_cos, b_sin = load_rotary(tables, start, rows, position, scalars.table_rows, SHAPE, ROTARY, TILE)
             if ROTARY.rotates_query:
                 b_q0, b_q1 = rotate(b_q0, b_q1, b_cos, b_sin)
             if ROTARY.rotates_key:
@@ -91,5 +60,5 @@ def block_diagonal_forward(query, key, value, tables: Tables, output, num_items,
         b_o1 = b_o0
         if TILE.is_value_paired:
             b_o1 = (tl.dot(b_weights, b_v1, input_precision=PRECISION) * b_norm).to(b_v0.dtype)
-        store_rows(output, b_o0, b_o1, start, written, head, SHAPE.query_heads, SHAPE, ROTARY, TILE,
-                   TILE.is_value_paired)
+        store_operand(output, b_o0, b_o1, start, written, head, SHAPE.query_heads, SHAPE, ROTARY, TILE,
+                      TILE.is_value_paired)

@@ -1,4 +1,4 @@
-"""Device helpers shared by kernels over tiles of a packed token axis: spans, loads and stores, rotary embedding.
+"""Device helpers shared by kernels over tiles of a packed token axis: spans, loads and stores, rotation, scores.
 
 Names: `p_` pointers, `b_` block values, `o_` offsets, `m_` masks. An operand is [tokens, heads, head_dim], row-major,
 so one head's rows are `row_stride` = heads * head_dim elements apart.
@@ -73,65 +73,6 @@ def store_block(target, b_block, start, written, column, ROW_STRIDE: tl.constexp
             tl.store(p_block, b_block)
         else:
             tl.store(p_block, b_block, mask=(o_rows < written) & (o_columns < WIDTH))
-
-
-@triton.jit
-def load_operand(source, start, rows, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
-                 COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr, PAIRED: tl.constexpr,
-                 INTERLEAVED: tl.constexpr):
-    """Load one head's rows: the first and second elements of its pairs if PAIRED, otherwise the whole block twice."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    if PAIRED and not INTERLEAVED:
-        b_first = load_block(source, start, rows, head * HEAD_DIM, HEADS * HEAD_DIM, HALF, ROWS, COLUMNS // 2, FULL,
-                             DESCRIPTOR)
-        b_second = load_block(source, start, rows, head * HEAD_DIM + HALF, HEADS * HEAD_DIM, HALF, ROWS, COLUMNS // 2,
-                              FULL, DESCRIPTOR)
-    else:
-        b_first = load_block(source, start, rows, head * HEAD_DIM, HEADS * HEAD_DIM, HEAD_DIM, ROWS, COLUMNS, FULL,
-                             DESCRIPTOR)
-        b_second = b_first
-        if PAIRED:
-            b_first, b_second = tl.split(tl.reshape(b_first, [ROWS, COLUMNS // 2, 2]))
-    return b_first, b_second
-
-
-@triton.jit
-def store_operand(target, b_first, b_second, start, written, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-                  ROWS: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr,
-                  PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Inverse of `load_operand`."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    if PAIRED and not INTERLEAVED:
-        store_block(target, b_first, start, written, head * HEAD_DIM, HEADS * HEAD_DIM, HALF, ROWS, COLUMNS // 2, FULL,
-                    DESCRIPTOR)
-        store_block(target, b_second, start, written, head * HEAD_DIM + HALF, HEADS * HEAD_DIM, HALF, ROWS,
-                    COLUMNS // 2, FULL, DESCRIPTOR)
-    else:
-        b_block = b_first
-        if PAIRED:
-            b_block = tl.reshape(tl.join(b_first, b_second), [ROWS, COLUMNS])
-        store_block(target, b_block, start, written, head * HEAD_DIM, HEADS * HEAD_DIM, HEAD_DIM, ROWS, COLUMNS, FULL,
-                    DESCRIPTOR)
-
-
-@triton.jit
-def load_rotary(p_cos, p_sin, p_positions, start, rows, position, table_rows, HALF: tl.constexpr, ROWS: tl.constexpr,
-                HALF_COLUMNS: tl.constexpr, POSITIONS: tl.constexpr):
-    """Return f32 cos and sin of a tile's rows. Out-of-range rows are clamped: traced positions cannot be checked."""
-    o_rows = tl.arange(0, ROWS)
-    m_rows = o_rows < rows
-    if POSITIONS == 1:
-        o_table = tl.load(p_positions + start + o_rows, mask=m_rows, other=0)
-    elif POSITIONS == 2:
-        o_table = start + o_rows
-    else:
-        o_table = position + o_rows
-    o_table = tl.minimum(tl.maximum(o_table, 0), table_rows - 1).to(tl.int64)[:, None] * HALF
-    o_columns = tl.arange(0, HALF_COLUMNS)[None, :]
-    m_table = m_rows[:, None] & (o_columns < HALF)
-    b_cos = tl.load(p_cos + o_table + o_columns, mask=m_table, other=0.0).to(tl.float32)
-    b_sin = tl.load(p_sin + o_table + o_columns, mask=m_table, other=0.0).to(tl.float32)
-    return b_cos, b_sin  # [ROWS, HALF_COLUMNS]
 
 
 @triton.jit
