@@ -14,9 +14,7 @@ from rich.console import Console
 
 from benchmarks.block_diagonal.cases import CASES
 from benchmarks.dense.cases import DENSE_GROUPS
-from benchmarks.devices.command import BENCHMARK as DEVICES
 from benchmarks.fuse.cases import GROUPS as FUSE_GROUPS
-from benchmarks.gallery.command import BENCHMARK as GALLERY
 from benchmarks.harness.pipeline import Benchmark, Choices, of_family
 from benchmarks.harness.report import make_console
 from benchmarks.moba.cases import MOBA_CASES
@@ -36,14 +34,19 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "paged": of_family("benchmarks.paged.family", names=", ".join(PAGED_GROUPS), budget_seconds=130.0),
     # Host times have no small check of their own; that of block-diagonal attention stands for it.
     "torch": replace(BLOCK_DIAGONAL, measure=_measure_torch, names=""),
-    "gallery": GALLERY,
+    "gallery": of_family("benchmarks.gallery.family", names="its variants", budget_seconds=360.0, needs_torch=False),
     "fuse": of_family(
         "benchmarks.fuse.family", names=f"{', '.join(FUSE_GROUPS)}, or cases of these", budget_seconds=510.0
     ),
     "dense": of_family(
         "benchmarks.dense.family", names=f"{', '.join(DENSE_GROUPS)}, or cases of these", budget_seconds=510.0
     ),
-    "devices": DEVICES,
+    "devices": of_family(
+        "benchmarks.devices.family",
+        names="shards, sequences, or one of these",
+        needs_torch=False,
+        least_devices=2,
+    ),
 }
 
 

@@ -28,8 +28,8 @@ from benchmarks.block_diagonal.report import (
 from benchmarks.block_diagonal.torch_baselines import FLEX_BASELINES, TORCH_BASELINES
 from benchmarks.block_diagonal.workload import make_workload
 from benchmarks.harness.clock import Subject, summarise
-from benchmarks.harness.device import release_memory
 from benchmarks.harness.family import SPENT, Context, Entry, Family, Implementation, Settings, floor_ms
+from benchmarks.harness.machine import release_memory
 from benchmarks.harness.records import Environment, ErrorRow, HostRow, Timing, merge_rows
 from benchmarks.harness.report import Verdict
 from benchmarks.harness.roofs import COPY_BYTES, copy_subject, measure_roofs
@@ -82,8 +82,9 @@ class BlockDiagonal(Family):
         merge_rows(folder / "block_diagonal_errors.csv", ErrorRow, error_rows)
         return [*judge_errors(error_rows), *judge_host(host_rows)]
 
-    def make_inputs(self, cases: Sequence[Case], settings: Settings) -> Inputs:
+    def make_inputs(self, cases: Sequence[Case], context: Context) -> Inputs:
         """Return random inputs, and float64 results."""
+        settings = context.settings
         (case,) = cases
         workload = make_workload(case, seed=settings.seed, device=settings.device)
         return Inputs(workload, exact_attention(case, *workload.inputs, workload.cotangent, workload.tables))

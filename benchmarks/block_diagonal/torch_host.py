@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.block_diagonal.report import host_table, judge_torch_host
 from benchmarks.harness.clock import summarise
-from benchmarks.harness.device import device_name
+from benchmarks.harness.machine import device_name
 from benchmarks.harness.pipeline import Choices
 from benchmarks.harness.records import Environment, HostRow, environment, merge_rows, recordable_failures
 from benchmarks.harness.report import verdict_table

@@ -36,7 +36,7 @@ from benchmarks.fuse.torch_baselines import (
     sdpa_unsupported,
 )
 from benchmarks.harness.clock import sample_host, sample_torch
-from benchmarks.harness.device import captured, poison, release_memory, to_jax, to_torch, torch_peak_bytes
+from benchmarks.harness.device import captured, poison, to_jax, to_torch, torch_peak_bytes
 from benchmarks.harness.failures import GATE
 from benchmarks.harness.family import (
     SPENT,
@@ -49,6 +49,7 @@ from benchmarks.harness.family import (
     Settings,
     counted_columns,
 )
+from benchmarks.harness.machine import release_memory
 from benchmarks.harness.programs import CHAINED_CALLS, SHORT_MS, chained_if_short
 from benchmarks.harness.records import FuseTiming, recordable_failures
 from benchmarks.harness.roofs import counted_rates
@@ -261,8 +262,9 @@ class Fuse(Family):
                 console.print(f"compiled ahead: {line}")
             yield ahead
 
-    def make_inputs(self, cases: Sequence[FuseCase], settings: Settings) -> Inputs:
+    def make_inputs(self, cases: Sequence[FuseCase], context: Context) -> Inputs:
         """Return the arguments and float64 results."""
+        settings = context.settings
         (case,) = cases
         arrays = make_arrays(case, seed=settings.seed, device=settings.device)
         exact = exact_results(case, arrays)

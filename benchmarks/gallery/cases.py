@@ -1,11 +1,18 @@
-"""Sizes at which the gallery's variants are shown and timed."""
+"""The gallery's variants as cases, and the sizes at which they are shown and timed."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
+from benchmarks.harness.family import Work
 from blockdiag.fusion.gallery import VARIANTS, Sizes
+
+type GalleryPass = Literal["fwd", "fwd+bwd"]
+
+PASSES: tuple[GalleryPass, ...] = ("fwd", "fwd+bwd")
 
 SHOWN = Sizes(
     batch=1, rows=2, query_tokens=4096, key_tokens=4096, query_heads=2, key_heads=1, head_dim=64, value_dim=64,
@@ -15,7 +22,6 @@ SHOWN = Sizes(
 
 SMOKE = Sizes(query_tokens=96, key_tokens=96)
 """For a CPU."""
-SMOKE_VARIANTS = ("causal", "alibi_learned")
 
 _USUAL = replace(SHOWN, batch=2, query_heads=8, key_heads=2)
 _ROWS = replace(_USUAL, rows=256, query_tokens=256, key_tokens=256)
@@ -32,6 +38,31 @@ _TIMED = {
     "invariant_points": _POINTS,
     "invariant_points_frames": _POINTS,
 }
+
+
+@dataclass(frozen=True)
+class GalleryCase:
+    """A variant of the gallery with the sizes of its inputs."""
+
+    name: str
+    sizes: Sizes
+
+    @property
+    def passes(self) -> tuple[GalleryPass, ...]:
+        """The passes that are timed."""
+        return PASSES
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns that are known before the inputs."""
+        return {"variant": self.name, "dtype": jnp.dtype(self.sizes.dtype).name}
+
+    def floor(self, pass_name: str) -> tuple[Work, ...]:
+        """Return nothing: variants are compared with XLA, not with the GPU's rates."""
+        del pass_name
+        return ()
+
+
+SMOKE_CASES = (GalleryCase("causal", SMOKE), GalleryCase("alibi_learned", SMOKE))
 
 
 def timed_sizes(name: str) -> Sizes:
@@ -52,6 +83,11 @@ def select_variants(names: str | None) -> list[str]:
     if unknown or not wanted:
         raise ValueError(f"variants must be some of {', '.join(VARIANTS)}; got {names!r}")
     return wanted
+
+
+def select_gallery_cases(names: str | None) -> list[GalleryCase]:
+    """Return the variants of a comma-separated list at the sizes of a GPU; see `select_variants`."""
+    return [GalleryCase(name, timed_sizes(name)) for name in select_variants(names)]
 
 
 def shape_text(inputs: Mapping[str, Array]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.gallery.cases import SHOWN
+from benchmarks.gallery.cases import PASSES, SHOWN
 from benchmarks.harness.plot_style import new_figure
 from benchmarks.harness.records import GalleryTiming, dates_of, read_rows
 from blockdiag.fusion.explain import Explanation, RegionReport, explain
@@ -17,7 +17,6 @@ from blockdiag.fusion.gallery import GROUPS, VARIANTS, Variant
 from blockdiag.interop.targets import compile_target
 
 PAGE, PICTURES = "gallery.md", "gallery"
-PASSES = ("fwd", "fwd+bwd")
 NOT_MEASURED = "-"
 
 # Launch plans may depend on the GPU.

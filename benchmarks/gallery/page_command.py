@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from benchmarks.gallery.cases import select_variants
-from benchmarks.gallery.command import measure_gallery
 from benchmarks.gallery.page import PICTURES, recorded_times, write_gallery
+from benchmarks.harness.pipeline import Choices, run
 from benchmarks.harness.report import make_console
 
 
@@ -40,8 +40,10 @@ def gallery_page(
 
         if jax.default_backend() != "gpu":
             raise SystemExit("--measure needs an NVIDIA GPU that JAX sees; without it recorded times are shown")
-        until = time.monotonic() + deadline
-        measure_gallery(console, results, variants=variants, rounds=rounds, seed=0, deadline=until)
+        from benchmarks.gallery.family import FAMILY
+
+        choices = Choices(variants, None, rounds, 0, time.monotonic() + deadline)
+        run(FAMILY, console, results.parent, choices, file=results.name)
     rows = recorded_times(results)
     if not rows:
         console.print(f"{results} has no times; the page is written without. Measure: python -m benchmarks gallery")

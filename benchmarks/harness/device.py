@@ -1,6 +1,5 @@
-"""The GPU as PyTorch and JAX share it: its name and memory, arrays of both, CUDA graphs."""
+"""The GPU as PyTorch and JAX share it: memory, arrays of both, CUDA graphs."""
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,17 +26,6 @@ def poison(like: Sequence[torch.Tensor]) -> None:
     for tensor in like:
         torch.full_like(tensor, torch.nan)
         jax.block_until_ready(jnp.full(tensor.shape, jnp.nan, jnp.bfloat16))
-
-
-def release_memory() -> None:
-    """Give unused device memory back, so that one framework's cache does not starve the other."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def device_name() -> str:
-    """The GPU that rows name."""
-    return torch.cuda.get_device_name()
 
 
 def to_jax(tensor: torch.Tensor) -> Any:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.harness.clock import Framework, Subject
 from benchmarks.harness.kernels import compile_launches
-from benchmarks.harness.records import Environment
+from benchmarks.harness.records import Environment, is_attempted
 from benchmarks.harness.report import Verdict
 
 SPENT = "not run: the time budget was spent; raise --budget-seconds, or measure fewer cases at once"
@@ -98,6 +98,8 @@ class Program:
         is_long: one run is a sample, and the clock does not calibrate.
         columns: what preparing the pass tells of its row, as "relative_error".
         keep: arrays that `run` needs and does not refer to.
+        front: queues something long once and returns its arrays, behind which runs are queued that are shorter than
+            the time to queue them; for JAX.
     """
 
     run: Callable[[], Any]
@@ -110,6 +112,7 @@ class Program:
     is_long: bool = False
     columns: Mapping[str, Any] = field(default_factory=dict)
     keep: Any = None
+    front: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,7 @@ class Family:
     Attributes:
         name: of the command and of the CSV file.
         kind: of its rows.
+        pass_kind: of the rows of single passes, where `compared` makes other rows of them; None for `kind`.
         settings: the type of its settings, with the family's defaults.
         baselines: names that `--baselines` takes, in the order in which a short budget is spent.
         smoke_cases, smoke_baselines, smoke_text: what runs on a CPU, and what that compares.
@@ -232,6 +236,7 @@ class Family:
 
     name: ClassVar[str]
     kind: ClassVar[type]
+    pass_kind: ClassVar[type | None] = None
     settings: ClassVar[type[Settings]] = Settings
     baselines: ClassVar[tuple[str, ...]] = ()
     smoke_cases: ClassVar[Sequence[Any]]
@@ -239,6 +244,10 @@ class Family:
     smoke_text: ClassVar[str] = "the XLA implementation against float64"
     starts_late: ClassVar[bool] = False
     compile_options: ClassVar[Mapping[str, Any]] = {}
+
+    def unavailable(self) -> str:
+        """Return what this process lacks for the family, or an empty string."""
+        return ""
 
     def select(self, names: str | None) -> list[Any]:
         """Return the cases of a comma-separated list; ValueError for an unknown name."""
@@ -283,7 +292,7 @@ class Family:
         del console, folder, where, cases
         return []
 
-    def make_inputs(self, cases: Sequence[Any], settings: Settings) -> Any:
+    def make_inputs(self, cases: Sequence[Any], context: Context) -> Any:
         """Return the inputs of cases that are timed together, and exact results."""
         raise NotImplementedError
 
@@ -332,6 +341,10 @@ class Family:
     def compared(self, rows: Sequence[Any]) -> list[Any]:
         """Return the rows of cases that were timed together, with the columns that compare them."""
         return list(rows)
+
+    def is_measured(self, row: Any) -> bool:
+        """Return whether a row may replace a measured one in the file."""
+        return is_attempted(row)
 
     def finish(self) -> None:
         """Forget what the programs of a case leave behind."""

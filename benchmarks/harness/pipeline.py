@@ -14,10 +14,11 @@ from rich.console import Console
 
 from benchmarks.harness.clock import Subject, calibrate, summarise, take_rounds
 from benchmarks.harness.family import SPENT, Context, Entry, Family, Implementation, Settings
+from benchmarks.harness.machine import device_name, release_memory
 from benchmarks.harness.records import (
     Environment,
     environment,
-    is_attempted,
+    is_complete,
     is_timed,
     merge_rows,
     recordable_failures,
@@ -62,6 +63,8 @@ class Benchmark:
     """One command.
 
     Attributes:
+        measure: what runs on a GPU.
+        smoke: what runs on a CPU.
         budget_seconds: time after which nothing new is begun, unless the user gives another.
         names: of the cases, for the help text.
         needs_torch: whether its baselines are PyTorch's.
@@ -76,11 +79,13 @@ class Benchmark:
     least_devices: int = 1
 
 
-def of_family(module: str, *, names: str, budget_seconds: float = 270.0) -> Benchmark:
+def of_family(
+    module: str, *, names: str, budget_seconds: float = 270.0, needs_torch: bool = True, least_devices: int = 1
+) -> Benchmark:
     """Return the command of the `FAMILY` in a module, which is imported when the command runs."""
 
     def family() -> Family:
-        if importlib.util.find_spec("torch") is None:
+        if needs_torch and importlib.util.find_spec("torch") is None:
             raise SystemExit("benchmarks compare with PyTorch, which is not installed; try: ./do setup")
         return importlib.import_module(module).FAMILY
 
@@ -89,6 +94,8 @@ def of_family(module: str, *, names: str, budget_seconds: float = 270.0) -> Benc
         smoke=lambda console, output: smoke(family(), console, output),
         budget_seconds=budget_seconds,
         names=names,
+        needs_torch=needs_torch,
+        least_devices=least_devices,
     )
 
 
@@ -111,9 +118,8 @@ def select_names(names: str | None, known: Iterable[str], argument: str = "basel
 
 def introduce(console: Console, where: Environment, rates: str) -> None:
     """Print the device, the versions, and the rates that this run measured."""
-    console.print(
-        f"{where.device}, driver {where.driver}, jax {where.jax}, torch {where.torch}, triton {where.triton}\n{rates}"
-    )
+    versions = f"driver {where.driver}, jax {where.jax}, torch {where.torch}, triton {where.triton}"
+    console.print("\n".join(filter(None, (f"{where.device}, {versions}", rates))))
 
 
 def introduce_smoke(console: Console, what: str) -> None:
@@ -132,18 +138,29 @@ def keep_smoke(console: Console, output: Path | None, op: str, kind: type, rows:
         console.print(f"written to {path}")
 
 
-def run(family: Family, console: Console, folder: Path, choices: Choices) -> None:
-    """Measure the cases of a family on the GPU; rows are written as soon as they are known."""
-    from benchmarks.harness.device import device_name
+def run(family: Family, console: Console, folder: Path, choices: Choices, *, file: str | None = None) -> None:
+    """Measure the cases of a family on the GPU; rows are written as soon as they are known.
 
+    Args:
+        family: what is measured.
+        console: where tables and progress are printed.
+        folder: of the CSV file.
+        choices: options of the run.
+        file: name of the CSV file; None for that of the family.
+
+    Raises:
+        SystemExit: an option is wrong, or the process lacks what the family needs.
+    """
     began = time.monotonic()
     try:
         cases, baselines = family.select(choices.cases), select_names(choices.baselines, family.baselines)
     except ValueError as error:
         raise SystemExit(str(error)) from error
+    if lacking := family.unavailable():
+        raise SystemExit(lacking)
     options = {"deadline": choices.deadline, "rounds": choices.rounds, "seed": choices.seed, "say": console.print}
     settings = family.settings(baselines=baselines, **options)
-    path, where = folder / f"{family.name}.csv", environment(device_name())
+    path, where = folder / (file or f"{family.name}.csv"), environment(device_name())
     with family.compiled_ahead(console, cases, settings) as ahead:
         rates, text = family.measure_rates()
         introduce(console, where, text)
@@ -165,7 +182,7 @@ def run(family: Family, console: Console, folder: Path, choices: Choices) -> Non
                     reason = f"failed: {reason_of(failure)}"
                     console.print(f"{family.title(batches[place])}: {reason}")
                     found = rows_without_times(family, batches[place], where, settings, reason)
-                merge_rows(path, family.kind, found, is_measured=is_attempted)
+                merge_rows(path, family.kind, found, is_measured=family.is_measured)
                 rows += found
             if any(map(is_timed, rows)):
                 for table in family.tables(rows, [*recorded, *measured]):
@@ -175,7 +192,8 @@ def run(family: Family, console: Console, folder: Path, choices: Choices) -> Non
             measured += rows
     for table in family.summary(measured):
         console.print(table)
-    console.print(verdict_table([*family.judge(measured), *verdicts]))
+    if verdicts := [*family.judge(measured), *verdicts]:
+        console.print(verdict_table(verdicts))
     console.print(f"{family.name}: {path}, {time.monotonic() - began:.0f} s")
 
 
@@ -187,6 +205,9 @@ def smoke(family: Family, console: Console, output: Path | None) -> None:
     Raises:
         ValueError: a case could not be computed, or a result is wrong.
     """
+    if lacking := family.unavailable():
+        console.print(lacking)
+        return
     introduce_smoke(console, family.smoke_text)
     settings = family.settings(
         deadline=time.monotonic() + 600.0,
@@ -201,7 +222,7 @@ def smoke(family: Family, console: Console, output: Path | None) -> None:
     rows: list[Any] = []
     for batch in family.batches(family.smoke_cases):
         rows += measure(family, batch, environment("cpu"), {}, settings)
-    missing = [row for row in rows if not is_timed(row)]
+    missing = [row for row in rows if not is_complete(row)]
     if missing:
         raise ValueError(f"smoke run of {family.name}: {'; '.join(reasons(missing))}")
     rows = [dataclasses.replace(row, note="CPU smoke, host time") for row in rows]
@@ -234,14 +255,12 @@ def measure(
         measured: rows of the cases before these.
         ahead: what `Family.compiled_ahead` yielded.
     """
-    from benchmarks.harness.device import release_memory
-
     title = family.title(cases)
     context = Context(settings, time.monotonic(), later, measured, ahead)
     if settings.is_spent and not family.starts_late:
         settings.say(f"{title}: {SPENT}")
         return rows_without_times(family, cases, where, settings, SPENT)
-    context.inputs = family.make_inputs(cases, settings)
+    context.inputs = family.make_inputs(cases, context)
     settings.say(f"{title}: inputs in {time.monotonic() - context.began:.1f} s")
     entries: list[Entry] = []
     for case, implementation in [*family.own(cases, settings), *family.others(cases, context)]:
@@ -267,17 +286,17 @@ def rows_without_times(
     family: Family, cases: Sequence[Any], where: Environment, settings: Settings, note: str
 ) -> list[Any]:
     """Return the rows of this library for cases that are not measured, with the reason."""
-    return [
-        _row(family, Entry(case, implementation, pass_name, note=note), where, {})
-        for case, implementation in family.own(cases, settings)
-        for pass_name in implementation.passes or case.passes
-    ]
+    return family.compared(
+        [
+            _row(family, Entry(case, implementation, pass_name, note=note), where, {})
+            for case, implementation in family.own(cases, settings)
+            for pass_name in implementation.passes or case.passes
+        ]
+    )
 
 
 def _prepared(family: Family, context: Context, case: Any, implementation: Implementation) -> list[Entry]:
     """Make and check every pass of an implementation; a pass that cannot run keeps the reason."""
-    from benchmarks.harness.device import release_memory
-
     began, failures = time.monotonic(), recordable_failures()
     entries = [Entry(case, implementation, pass_name) for pass_name in implementation.passes or case.passes]
     reason, make = family.unsupported(context, case, implementation), None
@@ -307,7 +326,7 @@ def _time(entries: Sequence[Entry], settings: Settings, deadline: float, beside:
     for entry in entries:
         if entry.program is not None:
             program, clock = entry.program, settings.clock(entry.implementation.framework)
-            entry.subject = Subject(entry, program.run, clock, program.held_bytes, program.calls)
+            entry.subject = Subject(entry, program.run, clock, program.held_bytes, program.calls, front=program.front)
             subjects.append(entry.subject)
             calibrated += [] if program.is_long else [entry.subject]
     for subject in calibrated:
@@ -321,11 +340,13 @@ def _time(entries: Sequence[Entry], settings: Settings, deadline: float, beside:
 
 def _row(family: Family, entry: Entry, where: Environment, rates: Mapping[str, float]) -> Any:
     """Return what is known of one pass."""
-    columns = {"implementation": entry.implementation.name, "note": entry.note, **entry.case.columns()}
-    if "pass_name" in {field.name for field in dataclasses.fields(family.kind)}:
-        columns["pass_name"] = entry.pass_name
+    kind = family.pass_kind or family.kind
+    names = {"implementation": entry.implementation.name, "pass_name": entry.pass_name}
+    known = {field.name for field in dataclasses.fields(kind)}
+    columns = {name: text for name, text in names.items() if name in known}
+    columns |= {"note": entry.note, **entry.case.columns()}
     found = entry.program.columns if entry.program else {}
-    row = family.kind(**columns | {**family.columns(entry, rates), **found}, **asdict(where))
+    row = kind(**columns | {**family.columns(entry, rates), **found}, **asdict(where))
     subject = entry.subject
     if subject is None:
         return row

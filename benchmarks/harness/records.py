@@ -209,6 +209,11 @@ class GalleryTiming(Measured):
     xla_error: float | None = None
 
     @property
+    def case(self) -> str:
+        """The variant."""
+        return self.variant
+
+    @property
     def speed_up(self) -> float | None:
         """How many times as long XLA takes; None where either was not measured."""
         return None if self.ours_ms is None or self.xla_ms is None else self.xla_ms / self.ours_ms
@@ -287,7 +292,7 @@ class DeviceTiming(Measured):
         mesh: kind of the mesh's axes; "one device" for the part of one device alone, the slowest one's.
         division: what devices share.
         transfers: what moves data between devices, "kernels" (NCCL's default) or "copy engines"; see
-            `benchmarks.devices.measure.transfers`.
+            `benchmarks.devices.programs.transfers`.
         rows, heads: of one device's part.
         perfect_ms: the time of the slowest device for its part alone, in the same run.
         collectives: of the compiled program, with their numbers.
@@ -309,6 +314,16 @@ class DeviceTiming(Measured):
     perfect_ms: float | None = None
     collectives: str = ""
     temporary_mib: float | None = None
+
+    @property
+    def case(self) -> str:
+        """What is divided, and how."""
+        return f"{self.op}, {self.tokens} tokens, {self.division}"
+
+    @property
+    def implementation(self) -> str:
+        """The kind of mesh, or the strategy."""
+        return self.mesh
 
 
 _KEYS: dict[type, tuple[str, ...]] = {
@@ -420,10 +435,17 @@ def is_attempted(row: Any) -> bool:
     return not row.note.startswith("not run")
 
 
+_TIMES = ("median_ms", "median_us", "ours_ms", "xla_ms")
+
+
 def is_timed(row: Any) -> bool:
     """Return whether a row holds any time."""
-    times = ("median_ms", "median_us", "ours_ms", "xla_ms")
-    return any(getattr(row, name, None) is not None for name in times)
+    return any(getattr(row, name, None) is not None for name in _TIMES)
+
+
+def is_complete(row: Any) -> bool:
+    """Return whether a row holds all its times."""
+    return all(getattr(row, name) is not None for name in _TIMES if hasattr(row, name))
 
 
 def dates_of(rows: Iterable[Any]) -> str:

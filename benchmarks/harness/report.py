@@ -59,7 +59,8 @@ def reasons(rows: Sequence[Any]) -> list[str]:
     said: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.note:
-            said.setdefault((row.implementation, row.note), []).append(getattr(row, "pass_name", row.case))
+            name = getattr(row, "implementation", row.case)
+            said.setdefault((name, row.note), []).append(getattr(row, "pass_name", row.case))
     return [f"{name} ({', '.join(dict.fromkeys(what))}): {note}" for (name, note), what in said.items()]
 
 

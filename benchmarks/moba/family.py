@@ -173,8 +173,9 @@ class MoBA(Family):
     columns = staticmethod(counted_columns)
     judge = staticmethod(judge_moba)
 
-    def make_inputs(self, cases: Sequence[MoBACase], settings: Settings) -> tuple[torch.Tensor, ...]:
+    def make_inputs(self, cases: Sequence[MoBACase], context: Context) -> tuple[torch.Tensor, ...]:
         """Return query, key, value and cotangent."""
+        settings = context.settings
         return random_tensors(cases[0], settings)
 
     def own(self, cases: Sequence[MoBACase], settings: Settings) -> list[tuple[MoBACase, Implementation]]:

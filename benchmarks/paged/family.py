@@ -204,8 +204,9 @@ class Paged(Family):
         text = f"reading 4 GiB: {rates['read_tb_per_s']:.3f} TB/s, bf16 product {rates['matmul_tflops']:,.0f} TFLOP/s"
         return rates, text
 
-    def make_inputs(self, cases: Sequence[PagedCase], settings: Settings) -> Pool:
+    def make_inputs(self, cases: Sequence[PagedCase], context: Context) -> Pool:
         """Return the pool of pages."""
+        settings = context.settings
         return make_pool(cases[0], seed=settings.seed, device=settings.device)
 
     def own(self, cases: Sequence[PagedCase], settings: Settings) -> list[tuple[PagedCase, Implementation]]:

@@ -368,7 +368,7 @@ def test_fuse_tables_have_a_line_for_every_measured_row():
 def test_fuse_command_keeps_recorded_rows_when_a_new_run_has_no_time(monkeypatch, tmp_path):
     from rich.console import Console
 
-    monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.harness.pipeline.device_name", lambda: "some GPU")
     monkeypatch.setattr(fuse_family.FAMILY, "measure_rates", lambda: (ROOFS, "rates"))
     monkeypatch.setattr(fuse_family, "compile_ahead", lambda *_, **__: fuse_ahead.Ahead())
     monkeypatch.setattr("blockdiag.interop.targets.session_target", lambda: None)

@@ -11,65 +11,84 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.app import app
-from benchmarks.gallery import measure as gallery_measure
-from benchmarks.gallery.cases import SMOKE, SMOKE_VARIANTS
-from benchmarks.gallery.command import keep_all
-from benchmarks.gallery.measure import SPENT, GallerySettings, measure_variants, time_work
-from benchmarks.gallery.programs import begin, compile_judge, compile_pass, pass_of, trace
+from benchmarks.gallery import ahead
+from benchmarks.gallery.cases import SMOKE, SMOKE_CASES, GalleryCase
+from benchmarks.gallery.family import FAMILY, Gallery, GallerySettings
+from benchmarks.gallery.programs import begin, compile_judge, pass_of, trace
 from benchmarks.harness.clock import Subject, calibrate, sample
+from benchmarks.harness.family import SPENT
+from benchmarks.harness.pipeline import Choices, measure, run, smoke
 from benchmarks.harness.records import Environment, GalleryTiming, read_rows
 from blockdiag.fusion.gallery import VARIANTS
 from blockdiag.interop import compile_target
 
 WHERE = Environment(device="cpu", driver="1", jax="1", jaxlib="1", torch="1", triton="1", date="2026-01-02")
+CAUSAL = GalleryCase("causal", SMOKE)
 
 
-def settings(seconds: float = 60.0) -> GallerySettings:
-    return GallerySettings(
-        deadline=time.monotonic() + seconds,
-        rounds=1,
-        batch_ms=0.1,
-        implementation="xla",
-        framework="host",
-        say=lambda line: None,
-    )
+def settings(**options) -> GallerySettings:
+    """Return settings for host times of a CPU."""
+    usual = {"deadline": time.monotonic() + 600, "rounds": 1, "least_rounds": 1, "batch_ms": 0.1, "baselines": ("xla",)}
+    usual |= {"implementation": "xla", "device": "cpu", "say": lambda line: None}
+    return GallerySettings(**{**usual, **options})
+
+
+def measured(case=CAUSAL, **options) -> list[GalleryTiming]:
+    return measure(FAMILY, [case], WHERE, {}, settings(**options))
+
+
+class Tiny(Gallery):
+    """The gallery at sizes for a CPU, timed by the host."""
+
+    def settings(self, **options):
+        return settings(**{name: options[name] for name in ("deadline", "baselines")})
+
+    def select(self, names):
+        return [GalleryCase(name, SMOKE) for name in names.split(",")]
 
 
 @pytest.fixture
-def tiny(monkeypatch):
-    """Use sizes for a CPU, and queue no work in front of the timed work."""
-    monkeypatch.setattr(gallery_measure, "timed_sizes", lambda name: SMOKE)
-    monkeypatch.setattr(gallery_measure, "_front", lambda: None)
+def run_tiny(monkeypatch, tmp_path):
+    """Return a function that runs the command for some variants and returns the rows that the file then has."""
+    monkeypatch.setattr("benchmarks.harness.pipeline.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.gallery.family.make_front", lambda: None)
+
+    def run_variants(names, seconds=600.0):
+        console = Console(record=True, width=200)
+        run(Tiny(), console, tmp_path, Choices(names, None, 1, 0, time.monotonic() + seconds), file="times.csv")
+        return {(row.variant, row.pass_name): row for row in read_rows(tmp_path / "times.csv", GalleryTiming)}
+
+    return run_variants
 
 
 def test_gallery_command_on_a_cpu_writes_smoke_rows(tmp_path, monkeypatch):
-    assert set(SMOKE_VARIANTS) <= set(VARIANTS)
-    monkeypatch.setattr(gallery_measure, "SMOKE_VARIANTS", SMOKE_VARIANTS[:1])
+    assert {case.name for case in SMOKE_CASES} <= set(VARIANTS)
+    monkeypatch.setattr(Gallery, "smoke_cases", SMOKE_CASES[:1])
     result = CliRunner().invoke(app, ["gallery", "--smoke", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "smoke run on the CPU" in " ".join(result.output.split())
     rows = read_rows(tmp_path / "gallery_smoke.csv", GalleryTiming)
-    expected = [(name, pass_name) for name in SMOKE_VARIANTS[:1] for pass_name in ("fwd", "fwd+bwd")]
-    assert [(row.variant, row.pass_name) for row in rows] == expected
+    assert [(row.variant, row.pass_name) for row in rows] == [("causal", "fwd"), ("causal", "fwd+bwd")]
     for row in rows:
         assert row.ours_ms > 0 and row.xla_ms > 0 and row.speed_up == row.xla_ms / row.ours_ms
         assert row.ours_error < 1e-5 and row.xla_error < 1e-5
         assert row.note == "CPU smoke, host time" and row.dtype == "float32"
 
 
-def test_measure_variants_records_failures_and_keeps_other_rows(tiny, monkeypatch, tmp_path):
+def sorts(query, key, value):
+    scores = jnp.sort(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
+    return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(scores, axis=-1), value)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Add a variant that cannot be fused."""
+    monkeypatch.setitem(VARIANTS, "broken", dataclasses.replace(VARIANTS["vanilla"], name="broken", function=sorts))
+
+
+def test_run_records_failures_and_keeps_other_rows(run_tiny, broken):
     """A variant that cannot be fused has XLA's times and the reason."""
-
-    def sorts(query, key, value):
-        scores = jnp.sort(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
-        return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(scores, axis=-1), value)
-
-    broken = dataclasses.replace(VARIANTS["vanilla"], name="broken", function=sorts)
-    monkeypatch.setitem(VARIANTS, "broken", broken)
-    measured = measure_variants(["broken", "multi_query"], WHERE, settings())
-    path = tmp_path / "gallery.csv"
-    keep_all(Console(quiet=True), path, measured)
-    rows = {(row.variant, row.pass_name): row for row in read_rows(path, GalleryTiming)}
+    rows = run_tiny("broken,multi_query")
     assert len(rows) == 4
     for pass_name in ("fwd", "fwd+bwd"):
         one = rows["broken", pass_name]
@@ -79,42 +98,75 @@ def test_measure_variants_records_failures_and_keeps_other_rows(tiny, monkeypatc
         assert other.speed_up > 0 and other.note == ""
         assert other.shape == "query [2, 96, 4, 16], key [2, 96, 16]"
     # Rows without any time do not replace rows with times.
-    (late,) = measure_variants(["multi_query"], WHERE, settings(-1.0))
-    assert {row.note for row in late} == {SPENT}
-    keep_all(Console(quiet=True), path, [late])
-    assert len(read_rows(path, GalleryTiming)) == 4
-    assert {row.speed_up for row in read_rows(path, GalleryTiming)} == {row.speed_up for row in rows.values()}
+    assert run_tiny("multi_query", -1.0) == rows
 
 
-def test_wrong_results_are_not_timed(tiny):
-    """The fused function is not timed if its results are wrong or were not compared."""
-    work = begin(VARIANTS["causal"], SMOKE, seed=0)
-    trace(work, "ours", "xla")
-    trace(work, "xla", "")
-    for whose, pass_name in list(work.traced):
-        compile_pass(work, whose, pass_name)
-    compile_judge(work)
-    right = work.programs["ours", "fwd+bwd"].call
+def test_variant_whose_inputs_cannot_be_drawn_has_rows_with_the_reason(run_tiny, monkeypatch):
+    def fail(case, seed):
+        raise ValueError("no inputs")
 
-    def wrong(*arguments):
-        output, gradients = right(*arguments)
-        return output, gradients | {"value": gradients["value"] * 1.05}
+    monkeypatch.setattr("benchmarks.gallery.ahead.begin", fail)
+    rows = run_tiny("causal")
+    assert {row.note for row in rows.values()} == {"failed: ValueError: no inputs"} and len(rows) == 2
 
-    work.programs["ours", "fwd+bwd"] = dataclasses.replace(work.programs["ours", "fwd+bwd"], call=wrong)
-    rows = time_work(work, SMOKE, WHERE, settings(), front=None, deadline=time.monotonic() + 600)
-    for row in rows:
+
+def test_smoke_run_with_a_variant_that_is_not_fused_raises_value_error(broken, monkeypatch):
+    monkeypatch.setattr(Gallery, "smoke_cases", (GalleryCase("broken", SMOKE),))
+    with pytest.raises(ValueError, match=r"smoke run of gallery: .*NotFusible"):
+        smoke(FAMILY, Console(quiet=True), None)
+
+
+def test_spent_budget_leaves_rows_with_the_reason():
+    assert {row.note for row in measured(deadline=time.monotonic() - 1.0)} == {SPENT}
+
+
+@pytest.fixture
+def edit_work(monkeypatch):
+    """Return a function that lets a variant's programs be changed before they are checked."""
+    prepared = ahead.prepared
+
+    def edit_by(edit):
+        def edited(case, settings):
+            work = prepared(case, settings)
+            edit(work)
+            return work
+
+        monkeypatch.setattr("benchmarks.gallery.family.prepared", edited)
+
+    return edit_by
+
+
+def test_wrong_results_are_not_timed(edit_work):
+    def edit(work):
+        program = work.programs["ours", "fwd+bwd"]
+
+        def wrong():
+            output, gradients = program.run()
+            return output, gradients | {"value": gradients["value"] * 1.05}
+
+        work.programs["ours", "fwd+bwd"] = dataclasses.replace(program, run=wrong)
+
+    edit_work(edit)
+    for row in measured():
         assert row.ours_ms is None and row.xla_ms > 0
-        assert "WrongResult: gradient of value errs by 5.00e-02, allowed 2.00e-02" in row.note
-    work.judge, work.reasons = None, {}
-    rows = time_work(work, SMOKE, WHERE, settings(), front=None, deadline=time.monotonic() + 600)
-    for row in rows:
+        assert "ours failed: WrongResult: gradient of value errs by 5.00e-02, allowed 2.00e-02" in row.note
+
+
+def test_results_that_were_not_compared_are_not_timed(edit_work):
+    edit_work(lambda work: setattr(work, "judge", None))
+    for row in measured():
         assert row.ours_ms is None and row.xla_ms > 0 and row.ours_error is None
-        assert "ours not compared with float32" in row.note
+        assert row.note == f"ours not compared with float32: {SPENT}"
+
+
+def test_programs_that_were_not_compiled_in_time_are_not_run(edit_work):
+    edit_work(lambda work: work.programs.clear())
+    assert {row.note for row in measured()} == {SPENT}
 
 
 def test_judge_measures_relative_distance_from_float32():
     """A bfloat16 result differs from float32 by rounding, and a halved result by one half."""
-    work = begin(VARIANTS["alibi_learned"], dataclasses.replace(SMOKE, dtype="bfloat16"), seed=1)
+    work = begin(GalleryCase("alibi_learned", dataclasses.replace(SMOKE, dtype="bfloat16")), seed=1)
     compile_judge(work)
     arguments = work.arguments("fwd+bwd")
     outputs, gradients = jax.jit(pass_of(work.variant.scaled, "fwd+bwd"))(*arguments)
@@ -128,7 +180,7 @@ def test_judge_measures_relative_distance_from_float32():
 
 def test_kernels_of_a_variant_are_found_by_tracing():
     pytest.importorskip("triton")
-    work = begin(VARIANTS["dense_bias_1NTS"], dataclasses.replace(SMOKE, dtype="bfloat16"), seed=0)
+    work = begin(GalleryCase("dense_bias_1NTS", dataclasses.replace(SMOKE, dtype="bfloat16")), seed=0)
     with compile_target(90):
         specs = trace(work, "ours", "triton")
     assert {"fused_forward", "fused_rows", "fused_columns", "fused_pairs"} <= {spec.name for spec in specs}

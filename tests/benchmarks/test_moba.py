@@ -356,7 +356,7 @@ def test_dense_baselines_are_timed_once_for_a_shape(moba):
 def test_moba_command_past_the_deadline_adds_rows_and_replaces_none(moba, monkeypatch, tmp_path):
     from rich.console import Console
 
-    monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.harness.pipeline.device_name", lambda: "some GPU")
     monkeypatch.setattr(
         moba.FAMILY, "measure_rates", lambda: ({"copy_gb_per_s": 4000.0, "matmul_tflops": 700.0}, "rates")
     )

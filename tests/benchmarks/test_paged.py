@@ -369,7 +369,7 @@ def test_jax_program_that_lost_calls_raises_chain_broken(monkeypatch):
 def test_paged_command_past_the_deadline_keeps_recorded_rows(monkeypatch, tmp_path):
     from rich.console import Console
 
-    monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.harness.pipeline.device_name", lambda: "some GPU")
     monkeypatch.setattr(paged_family, "measure_read_rate", lambda: 4.4)
     monkeypatch.setattr(paged_family, "matmul_rate", lambda: 700.0)
     monkeypatch.setattr(paged_family.FAMILY, "launches", lambda case: ())

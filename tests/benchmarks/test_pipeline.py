@@ -66,7 +66,7 @@ class MadeUp(Family):
     def measure_rates(self):
         return RATES, "rates"
 
-    def make_inputs(self, cases, settings):
+    def make_inputs(self, cases, context):
         return "inputs"
 
     def own(self, cases, settings):
@@ -147,7 +147,7 @@ def test_a_spent_budget_leaves_rows_of_this_library():
 
 
 def test_rows_are_written_case_by_case_and_not_run_replaces_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.harness.pipeline.device_name", lambda: "some GPU")
     monkeypatch.setattr(MadeUp, "settings", functools.partial(Settings, device="cpu"))
     family, console = MadeUp(), Console(record=True, width=200)
     choices = Choices(None, "none", rounds=1, seed=0, deadline=time.monotonic() + 60)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.devices.measure import count_collectives
+from benchmarks.devices.programs import count_collectives
 from tests.ops.op_calls import OpCall
 
 KINDS = ("automatic", "explicit")

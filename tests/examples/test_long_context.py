@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.devices.measure import count_collectives
+from benchmarks.devices.programs import count_collectives
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 4
