@@ -11,6 +11,9 @@ _HERE = Path(__file__).parent
 sys.path[:0] = [str(_HERE / "_extensions"), str(_HERE.parent / "src")]
 # Notebooks are run as on any machine: by the CPU, without a message about a GPU that is not there.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Their figures have a version for dark pages. Kernels are processes of their own.
+os.environ["MPLBACKEND"] = "module://notebook_pictures"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_HERE / "_extensions"), os.environ.get("PYTHONPATH"))))
 # Most of their time would be XLA's optimizations, of programs that run once on a few tokens.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 

@@ -99,7 +99,7 @@ axes.bar(np.arange(len(scores)), scores, color=colours)
 axes.plot(
     np.flatnonzero(holds_word), scores[holds_word] + 0.004, "v", color=ORANGE, label=f"holds '{vocabulary[asked]}'"
 )
-axes.set(xlabel=f"block of {BLOCK} words", ylabel="score", title=f"blocks chosen for '{vocabulary[asked]}' (dark)")
+axes.set(xlabel=f"block of {BLOCK} words", ylabel="score", title=f"blocks chosen for '{vocabulary[asked]}' (blue)")
 axes.spines[["top", "right"]].set_visible(False)
 axes.legend(frameon=False)
 print(f"'{vocabulary[asked]}' is in blocks {np.flatnonzero(holds_word).tolist()}; chosen: {chosen.tolist()}")

@@ -1,11 +1,15 @@
 """The notebooks of the documentation run, pass their own checks and draw pictures."""
 
 import ast
+import base64
+import io
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.py"))
@@ -74,3 +78,42 @@ def test_notebook_cells_end_without_a_displayed_value(notebook):
         last = ast.parse(cell).body[-1]
         if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
             assert ast.unparse(last.value.func).split(".")[-1] in RETURN_NOTHING, ast.unparse(last)
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """Return the backend that draws figures for light pages and for dark ones."""
+    pytest.importorskip("matplotlib_inline")
+    return SimpleNamespace(**runpy.run_path(str(NOTEBOOKS[0].parents[1] / "_extensions" / "notebook_pictures.py")))
+
+
+def test_darkened_colours_are_those_of_the_page_for_greys_and_unchanged_for_hues(pictures):
+    blue = (0.0, 0.447, 0.698)
+    found = pictures.darkened([(1, 1, 1, 0.5), (0, 0, 0, 1), (*blue, 1)])
+    np.testing.assert_allclose(found, [(*pictures.BACKGROUND, 0.5), (*pictures.INK, 1), (*blue, 1)])
+    light_grey, dark_grey = pictures.darkened([(0.9, 0.9, 0.9), (0.2, 0.2, 0.2)])
+    assert light_grey.max() < 0.2 < 0.6 < dark_grey.min()
+
+
+def test_figure_has_a_picture_for_light_pages_and_one_for_dark_pages(pictures):
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.image import imread
+
+    figure = Figure(figsize=(2, 2))
+    left, right = figure.subplots(1, 2)
+    left.imshow([[0, 1]], cmap=ListedColormap(["#EBEBEB", "#0072B2"]))
+    right.imshow(np.full((2, 2, 3), 0.92))
+    right.plot([0, 1], [0, 1], "o-", color="black", label="a line")
+    right.legend()
+    html = pictures.pictures_as_html(figure)
+    found = re.findall(r'<img class="([\w-]+)" alt="" src="data:image/png;base64,([^"]+)">', html)
+    assert [name for name, _ in found] == ["only-light", "only-dark"]
+    light, dark = (imread(io.BytesIO(base64.b64decode(text)))[..., :3] for _, text in found)
+    np.testing.assert_allclose(light[0, 0], 1)
+    np.testing.assert_allclose(dark[0, 0], pictures.BACKGROUND, atol=0.01)
+    # Nothing on a dark page is brighter than its text.
+    assert dark.min(axis=-1).max() < max(pictures.INK) + 0.01
+    line = right.lines[0]
+    assert line.get_color() == line.get_markerfacecolor()
+    np.testing.assert_allclose(line.get_color()[:3], pictures.INK)
