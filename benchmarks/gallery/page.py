@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
+from matplotlib.colors import to_rgb
 
 from benchmarks.gallery.cases import PASSES, SHOWN
-from benchmarks.harness.plot_style import new_figure
+from benchmarks.harness.plot_style import DARK, THEMES, new_figure
 from benchmarks.harness.records import GalleryTiming, dates_of, read_rows
 from blockdiag.fusion.explain import Explanation, RegionReport, explain
 from blockdiag.fusion.gallery import GROUPS, VARIANTS, Variant
@@ -30,7 +32,7 @@ _INTRODUCTION = """\
 Each function is plain `jax.numpy`. [`fuse`](fusion.md) compiles it unchanged, with the gradients of all floating-point
 arguments. `blockdiag.fusion.gallery` has these functions, and samples inputs for them.
 
-- **Pictures** show the tiles of scores that are visited (dark) for the first sequence and head: queries downwards, keys
+- **Pictures** show the tiles of scores that are visited (blue) for the first sequence and head: queries downwards, keys
   to the right. A variant that visits all tiles has no picture. Pictures and kernels are for {tokens:,} tokens in
   bfloat16 and a head dimension of {head_dim}.
 - **Kernels** are counted in lines of generated Triton, forward / backward. A kernel for Hopper follows the kernel that
@@ -110,15 +112,27 @@ def picture_of(explanation: Explanation) -> RegionReport | None:
     return next((region for region in explanation.regions if region.skipped), None)
 
 
-def draw_tiles(region: RegionReport, path: Path) -> None:
-    """Write the tiles of the first batch index as a small PNG file, with the same bytes each time."""
-    figure, (axis,) = new_figure(1, 2.0, 2.0)
-    region.plot(axis)
-    axis.set_xticks([0, region.sizes["k"]])
-    axis.set_yticks([0, region.sizes["q"]])
-    axis.tick_params(labelsize=6)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100, metadata={"Software": None})
+def draw_tiles(region: RegionReport, folder: Path, name: str) -> list[Path]:
+    """Write the tiles of the first batch index as small PNG files for light and dark pages; returns their paths.
+
+    Files have the same bytes each time.
+    """
+    import matplotlib
+
+    paths = [folder / f"{name}{theme.suffix}.png" for theme in THEMES]
+    for theme, path in zip(THEMES, paths, strict=True):
+        with matplotlib.rc_context(theme.colours if theme is DARK else {}):
+            figure, (axis,) = new_figure(1, 2.0, 2.0)
+        region.plot(axis)
+        if theme is DARK:
+            (image,) = axis.images
+            image.set_data(np.where(region.visited[..., None], to_rgb(theme.ours), to_rgb(theme.faint)))
+        axis.set_xticks([0, region.sizes["k"]])
+        axis.set_yticks([0, region.sizes["q"]])
+        axis.tick_params(labelsize=6)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=100, facecolor=figure.get_facecolor(), metadata={"Software": None})
+    return paths
 
 
 def page_of(explanations: Mapping[str, Explanation], rows: Sequence[GalleryTiming]) -> str:
@@ -164,9 +178,7 @@ def write_gallery(
         explanations[name] = explanation = explanation_of(VARIANTS[name])
         region = picture_of(explanation)
         if region is not None:
-            path = folder / PICTURES / f"{name}.png"
-            draw_tiles(region, path)
-            drawn.add(path)
+            drawn.update(draw_tiles(region, folder / PICTURES, name))
         say(f"{name}: {_skipped(explanation)}, {_kernels(explanation)}")
     for path in (folder / PICTURES).glob("*.png"):
         if path not in drawn:

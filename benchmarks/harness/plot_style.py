@@ -52,13 +52,18 @@ class Theme:
         import matplotlib
 
         shared = matplotlib.rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
+        return {**shared, **self.colours}
+
+    @property
+    def colours(self) -> dict[str, Any]:
+        """Matplotlib's settings of colours."""
         colours = {
             self.background: ("axes.facecolor", "figure.facecolor", "savefig.facecolor"),
             self.ink: ("axes.labelcolor", "axes.titlecolor", "text.color", "xtick.labelcolor", "ytick.labelcolor"),
             self.muted: ("axes.edgecolor", "xtick.color", "ytick.color"),
             self.faint: ("grid.color",),
         }
-        return {**shared, **{name: colour for colour, names in colours.items() for name in names}}
+        return {name: colour for colour, names in colours.items() for name in names}
 
 
 LIGHT = Theme("", "#ffffff", "#1f2328", "#59636e", "#dfe3e8", BLUE, SKY, "#7b8490", "#000000")

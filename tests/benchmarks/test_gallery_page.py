@@ -69,11 +69,12 @@ def test_page_shows_code_tiles_kernels_and_times(written):
 
 
 def test_gallery_pictures_match_the_page_and_are_reproducible(written, tmp_path):
-    assert [path.name for path in (written / "gallery").iterdir()] == ["sliding_window.png"]
     write_gallery(tmp_path, [], ["sliding_window"], say=lambda line: None)
-    first, second = ((folder / "gallery" / "sliding_window.png").read_bytes() for folder in (written, tmp_path))
-    assert first == second
-    assert first.startswith(b"\x89PNG") and len(first) < 10_000
+    first, second = (
+        {path.name: path.read_bytes() for path in (folder / "gallery").iterdir()} for folder in (written, tmp_path)
+    )
+    assert first == second and sorted(first) == ["sliding_window-dark.png", "sliding_window.png"]
+    assert all(data.startswith(b"\x89PNG") and len(data) < 10_000 for data in first.values())
 
 
 def test_region_plot_draws_visited_tiles():
@@ -106,9 +107,10 @@ def test_committed_page_has_the_recorded_times():
 
 
 def test_committed_gallery_pictures_match_the_page():
-    shown = set(re.findall(r"\]\(gallery/(.*?)\)", PAGE.read_text()))
-    assert shown == {path.name for path in (ROOT / "docs" / "gallery").iterdir()}
-    assert {"causal.png", "sliding_window.png", "block_diagonal.png"} <= shown
+    shown = set(re.findall(r"\]\(gallery/(.*?)\.png\)", PAGE.read_text()))
+    drawn = {f"{name}{suffix}.png" for name in shown for suffix in ("", "-dark")}
+    assert drawn == {path.name for path in (ROOT / "docs" / "gallery").iterdir()}
+    assert {"causal", "sliding_window", "block_diagonal"} <= shown
 
 
 def test_recorded_times_are_those_of_the_last_device(tmp_path):
