@@ -401,3 +401,13 @@ def simple_arguments(
         page_table=to_array(generator.integers(0, pages, (batch, 3)), jnp.int32),
         kv_lengths=to_array(generator.integers(1, 13, batch), jnp.int32),
     )
+
+
+def zeros(*shape: int, dtype=jnp.float32) -> jax.Array:
+    """Return zeros of a shape."""
+    return jnp.zeros(shape, dtype)
+
+
+def integers(*values: int) -> jax.Array:
+    """Return int32 numbers."""
+    return jnp.asarray(values, jnp.int32)

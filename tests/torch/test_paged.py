@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 import blockdiag  # noqa: E402
 from blockdiag.torch import merge_attention_states, paged_attention  # noqa: E402
-from tests.ops.paged.test_paged import GOOD, MISTAKES, PACKED  # noqa: E402
+from tests.ops.paged.test_invalid_arguments import GOOD, MISTAKES, PACKED  # noqa: E402
 from tests.ops.paged_support import MIXED_CASES, PagedCase, assert_accurate, simple_arguments  # noqa: E402
 from tests.torch.paged_torch_support import (  # noqa: E402
     CASES,
