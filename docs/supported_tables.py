@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from blockdiag.common.dtype_table import EIGHT_BIT_DTYPES, EIGHT_BIT_FLOATS, FLOATS
 from blockdiag.common.operation import Operation
 from blockdiag.common.rotary_problem import RotaryProblem
-from blockdiag.fusion.api import trace
 from blockdiag.fusion.ir.tree import FUSE
+from blockdiag.fusion.program import trace
 from blockdiag.ops.append.problem import APPEND, AppendProblem
 from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL, MOST_TILE_ROWS, BlockDiagonalProblem
 from blockdiag.ops.key_convolution.problem import KEY_CONVOLUTION, MAX_SIZE, KeyConvolutionProblem

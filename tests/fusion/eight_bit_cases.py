@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockdiag.fusion.api import trace
 from blockdiag.fusion.ir.tree import Region
+from blockdiag.fusion.program import trace
 
 type Function = Callable[..., jax.Array]
 

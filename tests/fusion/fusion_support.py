@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from blockdiag import fuse
-from blockdiag.fusion.api import trace
+from blockdiag.fusion.program import trace
 from tests import numpy_oracle
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockdiag import explain, fuse
-from blockdiag.fusion.api import trace
+from blockdiag.fusion.program import trace
 from blockdiag.fusion.runtime import triton as triton_fused
 from tests.fusion.eight_bit_cases import CASES, attend, causal
 from tests.fusion.fusion_support import alternated

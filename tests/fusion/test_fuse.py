@@ -10,10 +10,10 @@ import pytest
 from benchmarks.harness.programs import collect_specs
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.analysis.tile_lists import Form, Lists
-from blockdiag.fusion.api import trace
 from blockdiag.fusion.codegen.kernels import forward_source
 from blockdiag.fusion.gallery import VARIANTS, Sizes
 from blockdiag.fusion.ir.tile import Tile
+from blockdiag.fusion.program import trace
 from blockdiag.fusion.runtime import arrange
 from blockdiag.fusion.runtime.block_sparsity import live_tiles
 

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 
 import blockdiag  # noqa: E402
 from blockdiag import NotFusible  # noqa: E402
-from blockdiag.fusion.api import trace  # noqa: E402
 from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
+from blockdiag.fusion.program import trace  # noqa: E402
 from blockdiag.torch import explain as torch_explain  # noqa: E402
 from blockdiag.torch import fuse  # noqa: E402
 from blockdiag.torch.fusion import call  # noqa: E402

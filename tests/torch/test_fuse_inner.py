@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from blockdiag import NotFusible  # noqa: E402
-from blockdiag.fusion.api import trace  # noqa: E402
+from blockdiag.fusion.program import trace  # noqa: E402
 from blockdiag.torch import fuse  # noqa: E402
 from blockdiag.torch.fusion import call  # noqa: E402
 from blockdiag.torch.fusion.program import marked  # noqa: E402

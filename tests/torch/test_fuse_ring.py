@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from blockdiag.fusion.api import trace  # noqa: E402
+from blockdiag.fusion.program import trace  # noqa: E402
 from blockdiag.torch.fusion.context import SharedRegion  # noqa: E402
 from blockdiag.torch.fusion.program import marked  # noqa: E402
 from blockdiag.torch.fusion.region import BackwardSteps, Steps, mark, mark_gradients, region_p  # noqa: E402

@@ -11,13 +11,14 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from blockdiag.fusion.api import UNOPENED, Program, is_fused, trace
+from blockdiag.fusion.api import is_fused
 from blockdiag.fusion.frontend.trace import aval_of, bind, has_effects, loop_with_attention, read
 from blockdiag.fusion.ir.structural_hash import shared
 from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import WITH_FEATURES, NotFusible, Region, nodes_of
 from blockdiag.fusion.lowering.eight_bit import is_eight_bit
 from blockdiag.fusion.lowering.tile_program import leaf_array, value_columns
+from blockdiag.fusion.program import UNOPENED, Program, trace
 from blockdiag.fusion.regions.axis_labels import MOVES, place_of, producers_of
 from blockdiag.fusion.regions.guards import CASTS
 from blockdiag.fusion.regions.nested_programs import OPENED

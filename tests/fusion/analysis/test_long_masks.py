@@ -16,9 +16,9 @@ from blockdiag.fusion.analysis.leaf_ranges import Tiling, distance_extent
 from blockdiag.fusion.analysis.range_analysis import bounds
 from blockdiag.fusion.analysis.tile_lists import Form
 from blockdiag.fusion.analysis.tile_tables import expanded
-from blockdiag.fusion.api import trace
 from blockdiag.fusion.gallery import VARIANTS, Sizes
 from blockdiag.fusion.ir.tile import Tile
+from blockdiag.fusion.program import trace
 from blockdiag.fusion.runtime import arrange, kernel_choice
 from blockdiag.fusion.runtime.block_sparsity import live_tiles, mask_states
 from blockdiag.interop import compile_target

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from blockdiag import explain, fuse
-from blockdiag.fusion import api
-from blockdiag.fusion.api import trace
+from blockdiag.fusion import program as program_module
 from blockdiag.fusion.ir.structural_hash import key_of, shared
 from blockdiag.fusion.ir.tree import with_leaves
+from blockdiag.fusion.program import trace
 from blockdiag.fusion.regions.operand_indexing import Puller
 from blockdiag.fusion.runtime import kernel_choice
 from blockdiag.fusion.runtime import triton as triton_fused
@@ -348,7 +348,7 @@ def test_shared_region_is_freed_with_its_program(implementation, monkeypatch):
         regions.append(weakref.ref(shared(region)))
         return shared(region)
 
-    monkeypatch.setattr(api, "shared", remembered)
+    monkeypatch.setattr(program_module, "shared", remembered)
     function, (x, parameters) = model(2)
     fused = fuse(function, implementation=implementation)
     program = jax.make_jaxpr(jax.grad(lambda *given: fused(*given).sum(), argnums=(0, 1)))(x, parameters)

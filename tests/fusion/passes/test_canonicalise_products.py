@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
-from blockdiag.fusion.api import trace
+from blockdiag.fusion.program import trace
 from tests.fusion.fusion_support import (
     alternated,
     arrays,

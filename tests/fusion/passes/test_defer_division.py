@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
-from blockdiag.fusion.api import trace
+from blockdiag.fusion.program import trace
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion.codegen.test_plans import launches_of
 from tests.fusion.fusion_support import (

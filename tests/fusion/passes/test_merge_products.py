@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from blockdiag import explain, fuse
-from blockdiag.fusion.api import trace
+from blockdiag.fusion.program import trace
 from tests.fusion.fusion_support import alternated
 from tests.support import compiled_quickly
 

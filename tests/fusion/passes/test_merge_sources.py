@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
-from blockdiag.fusion.api import trace
+from blockdiag.fusion.program import trace
 from tests.fusion.fusion_support import (
     alternated,
     arrays,

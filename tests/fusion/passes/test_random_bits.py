@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from blockdiag import explain, fuse
-from blockdiag.fusion.api import trace
 from blockdiag.fusion.passes.random_bits import counter_bits
+from blockdiag.fusion.program import trace
 from tests.support import largest_error
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None

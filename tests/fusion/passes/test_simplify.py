@@ -13,10 +13,10 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag import explain, fuse
-from blockdiag.fusion.api import trace
 from blockdiag.fusion.frontend.trace import bind, flat_jaxpr
 from blockdiag.fusion.gallery import VARIANTS, Sizes
 from blockdiag.fusion.passes.simplify import plain
+from blockdiag.fusion.program import trace
 from tests.fusion.fusion_support import arrays, assert_alike, with_gradients
 
 SIZES = Sizes(batch=2, rows=2, query_tokens=12, key_tokens=12, query_heads=2, key_heads=1, head_dim=8, value_dim=8)

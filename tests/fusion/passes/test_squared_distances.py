@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from blockdiag import fuse
-from blockdiag.fusion.api import trace
 from blockdiag.fusion.ir.tree import nodes_of
+from blockdiag.fusion.program import trace
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion.codegen.test_plans import launches_of
 from tests.support import compiled_quickly

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.harness.programs import collect_specs
 from blockdiag import explain, fuse
-from blockdiag.fusion.api import trace
+from blockdiag.fusion.program import trace
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion.fusion_support import (

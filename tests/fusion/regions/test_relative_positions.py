@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from blockdiag import explain, fuse
 from blockdiag.fusion.analysis.tile_tables import expanded
-from blockdiag.fusion.api import trace
 from blockdiag.fusion.gallery.scores import t5_relative_bias
 from blockdiag.fusion.lowering.diagonals import distance_tile
 from blockdiag.fusion.passes.position_constants import with_positions
+from blockdiag.fusion.program import trace
 from blockdiag.fusion.runtime import kernel_choice
 from blockdiag.fusion.runtime.block_sparsity import live_tiles
 from tests.fusion.fusion_support import alternated

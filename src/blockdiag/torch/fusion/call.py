@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from blockdiag.common.dispatch import normalise_implementation
-from blockdiag.fusion.api import Program, fuse, is_fused, trace
+from blockdiag.fusion.api import fuse, is_fused
 from blockdiag.fusion.frontend.trace import has_effects
 from blockdiag.fusion.ir.structural_hash import shared
 from blockdiag.fusion.ir.tree import FUSE, NotFusible, Region
+from blockdiag.fusion.program import Program, trace
 from blockdiag.fusion.regions.axis_labels import place_of
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.fusion.runtime.region_op import Call, attend_with_carriers, gradients_of, results_of

@@ -22,10 +22,10 @@ import torch
 from jax.sharding import AbstractMesh
 
 from blockdiag.common.context_parallel import ContextParallel as Axis
-from blockdiag.fusion.api import Program
 from blockdiag.fusion.ir.batching import map_region
 from blockdiag.fusion.ir.layout import shape_of
 from blockdiag.fusion.ir.tree import COLUMNS, DISTANCE, ROWS, Dim, Region
+from blockdiag.fusion.program import Program
 from blockdiag.fusion.regions.nested_programs import CHECKPOINTS
 from blockdiag.fusion.runtime.context_parallel import Chosen, Sharing, choose
 from blockdiag.fusion.runtime.rows import axis_of

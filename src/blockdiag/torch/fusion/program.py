@@ -26,7 +26,7 @@ type Compute = Callable[..., Sequence[torch.Tensor]]
 
 
 class Traced(Protocol):
-    """A traced call, such as `blockdiag.fusion.api.Program`.
+    """A traced call, such as `blockdiag.fusion.program.Program`.
 
     Attributes:
         arguments: the shapes and dtypes of its arrays.
