@@ -18,7 +18,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib_inline.backend_inline import *  # noqa: F403
 from matplotlib_inline.backend_inline import configure_inline_support
 
-# Of the theme's dark pages.
+# Colours of the theme's dark pages.
 BACKGROUND, INK = colors.to_rgb("#131416"), colors.to_rgb("#cfd0d0")
 
 # Colours whose channels differ by less are shades of grey.

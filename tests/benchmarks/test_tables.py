@@ -266,7 +266,7 @@ def test_readme_tells_where_others_are_faster():
         for name, xla in (("causal", 2.0), ("slice", 0.5))
     ]
     text = " ".join(behind_section([], [], [], rows, variants).split())
-    assert "Of 1 measured passes 1 are slower" in text and "of 2 gallery variants 1 slower than XLA" in text
+    assert "1 of 1 measured passes are slower" in text and "1 of 2 gallery variants are slower than XLA" in text
     assert "| fuse, causal 4 x 4K, 16/16, forward | FlexAttention | 0.80 |" in text
     assert "| gallery, `slice`, forward | XLA | 0.50 |" in text
     assert "No measured pass" in behind_section([], [], [], rows[:1], variants[:1])
