@@ -29,14 +29,16 @@ def test_sample_of_a_product_has_every_value():
     assert {case["z"] for case in sample} == set("ab")
 
 
-def collected(function: str, cases: Sequence[Mapping[str, object]], *markers: str) -> list[Any]:
-    """Return stand-ins for a test's collected cases; without cases it is not parametrised."""
+def collected(function: str, cases: Sequence[Mapping[str, object]], **markers: int) -> list[Any]:
+    """Return stand-ins for a test's collected cases; without cases it is not parametrised.
+
+    Each marker has one argument.
+    """
     specs = [{"callspec": SimpleNamespace(params=params)} for params in cases] or [{}]
     names = [f"{function}[{i}]" for i in range(len(specs))]
+    found = {name: SimpleNamespace(args=(argument,)) for name, argument in markers.items()}
     return [
-        SimpleNamespace(
-            parent="file", originalname=function, name=name, get_closest_marker=lambda x: x in markers or None, **spec
-        )
+        SimpleNamespace(parent="file", originalname=function, name=name, get_closest_marker=found.get, **spec)
         for name, spec in zip(names, specs, strict=True)
     ]
 
@@ -46,10 +48,11 @@ def test_collected_tests_are_sampled_by_function():
     tests = [
         collected("product", product),
         collected("few", product[:LEAST_CASES]),
-        collected("pages", product, "every_case"),
+        collected("pages", product, every_case=1),
+        collected("kernels", [{"x": f"kernel {i}"} for i in range(12)], part=3),
         collected("one", []),
     ]
     sample, others = split_by_sample([item for same in tests for item in same])
     sizes = collections.Counter(item.originalname for item in sample)
-    assert sizes == {"product": 8, "few": LEAST_CASES, "pages": 16, "one": 1}
-    assert [item.originalname for item in others] == ["product"] * 8
+    assert sizes == {"product": 8, "few": LEAST_CASES, "pages": 16, "kernels": 4, "one": 1}
+    assert collections.Counter(item.originalname for item in others) == {"product": 8, "kernels": 8}

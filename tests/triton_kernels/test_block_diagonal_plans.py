@@ -75,7 +75,7 @@ KNOWN_SPILLS = {("h128-causal-fp16", "backward", 100): 28} if version() >= (3, 8
 CONSUMER = ("h128", "h128-half", "h64-all-rotated", "b128-h128", "b64-h256-half", "fp32-h128")
 
 
-@pytest.mark.every_case
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("name", "arch"),
     [

@@ -43,7 +43,6 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "size 3" else []) for name in PROBLEMS]

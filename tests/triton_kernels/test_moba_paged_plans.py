@@ -87,7 +87,6 @@ PROMPT_SPILLS = {("large blocks", "moba_blocks_forward", 80): 6}
 PAIRS = [(name, arch) for name in PROBLEMS for arch in (80, 90, 100) if "e4m3" not in name or arch > 80]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("name", "arch"),
     [pytest.param(name, arch, marks=[pytest.mark.versions] if name == "bfloat16" else []) for name, arch in PAIRS],
@@ -104,26 +103,20 @@ def test_plan_fits_its_architecture(name, arch):
         assert not any(report.local_accesses.values()), str(report)
 
 
-def assert_refused(problem):
-    """Assert that GPUs without conversions to e4m3 say so."""
+@pytest.mark.parametrize("name", [name for name in PROBLEMS | PROMPTS if "e4m3" in name])
+def test_e4m3_is_refused_where_gpus_have_no_conversion(name):
     with pytest.raises(NotImplementedError, match=r"float8_e4m3fn needs compute capability 8\.9 or higher"):
-        for launch in steps(problem):
+        for launch in steps((PROBLEMS | PROMPTS)[name]):
             launch.plan(Target.for_arch(80))
 
 
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if "e4m3" in name])
-def test_e4m3_is_refused_where_gpus_have_no_conversion(name):
-    assert_refused(PROBLEMS[name])
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.part(3)
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [(name, arch) for name in PROMPTS for arch in (80, 90, 100, 120) if "e4m3" not in name or arch > 80],
+)
 def test_plan_of_prompts_fits_its_architecture(name, arch):
     problem = PROMPTS[name]
-    if "e4m3" in name and arch == 80:
-        assert_refused(problem)
-        return
     assert supports(problem) is None and is_prompt(problem)
     for launch in steps(problem):
         report = report_of(launch.plan(Target.for_arch(arch)), arch)

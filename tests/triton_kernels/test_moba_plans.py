@@ -70,7 +70,6 @@ def launches(problem):
     return [MoBALaunch(problem, kind, heads=heads) for kind, heads in steps]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "h128" else []) for name in PROBLEMS]

@@ -20,26 +20,37 @@ PRODUCTS |= {120: PRODUCTS[89]}
 PTX_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
+WIDE_PRODUCTS = r"bf16\.bf16|kind::f16"
+EIGHT_BIT_PRODUCTS = ("causal", "causal_e5m2", "eight_bit_values", "eight_bit_values_e5m2")
+
+
 def region_of(name, **sizes):
     return dataclasses.replace(CASES[name], **sizes).region()
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("arch", [80, *PRODUCTS])
-@pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("name", ["causal", "causal_e5m2", "eight_bit_values", "eight_bit_values_e5m2"])
-def test_kernels_multiply_eight_bits_where_the_architecture_does(name, width, arch):
-    region = region_of(name, sizes=(1, 256, 256, 2, 2, width, width))
-    launch = launches_of(region if arch >= 89 else widened(region))["fused_forward"]
-    report = report_of(launch.plan(Target.for_arch(arch)), arch)
+def forward_ptx(region, arch):
+    """Return the instructions of a region's forward kernel, which must fit the architecture."""
+    report = report_of(launches_of(region)["fused_forward"].plan(Target.for_arch(arch)), arch)
     assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
     assert not any(report.local_accesses.values()) and report.ptx["f64"] == 0
-    text = report.kernel.asm["ptx"]
-    found = set(re.findall(PRODUCTS[arch].format(PTX_NAMES[CASES[name].dtype]), text)) if arch >= 89 else set()
-    assert bool(found) is (arch >= 89)
+    return report.kernel.asm["ptx"]
+
+
+@pytest.mark.part(4)
+@pytest.mark.parametrize("arch", PRODUCTS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", EIGHT_BIT_PRODUCTS)
+def test_kernels_multiply_eight_bits_where_the_architecture_does(name, width, arch):
+    text = forward_ptx(region_of(name, sizes=(1, 256, 256, 2, 2, width, width)), arch)
+    assert re.search(PRODUCTS[arch].format(PTX_NAMES[CASES[name].dtype]), text)
     # Values of 16 bits keep 16-bit products.
-    has_wide = bool(re.search(r"bf16\.bf16|kind::f16", text))
-    assert has_wide is (arch < 89 or not name.startswith("eight_bit_values"))
+    assert bool(re.search(WIDE_PRODUCTS, text)) is not name.startswith("eight_bit_values")
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", EIGHT_BIT_PRODUCTS)
+def test_kernels_multiply_wide_operands_where_the_architecture_has_no_eight_bit_products(name, width):
+    assert re.search(WIDE_PRODUCTS, forward_ptx(widened(region_of(name, sizes=(1, 256, 256, 2, 2, width, width))), 80))
 
 
 @pytest.mark.parametrize("name", ["narrow", "grouped", "one_query", "scaled_tokens", "capped", "eight_bit_sigmoid"])

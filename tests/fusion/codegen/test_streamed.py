@@ -133,7 +133,7 @@ def traced_launch_of(name):
 KNOWN_SPILLS = {"sloped": 2, "long_values": 42, "long_values_many_chunks": 29}
 
 
-@pytest.mark.every_case
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=[pytest.mark.versions] if x == "cross" else []) for x in (*STREAMED, *EIGHT_BIT_STREAMED)],
