@@ -82,6 +82,18 @@ fingerprint() { { echo "$1"; pwd; cat pyproject.toml constraints.txt; } | cksum;
 
 is_installed() { [ -x .venv/bin/python ] && [ "$(cat ".venv/installed-$1" 2>/dev/null)" = "$(fingerprint "$1")" ]; }
 
+# Sets $uv for the environment in .venv, or fails. uv unpacks packages several times as fast as pip.
+find_uv() {
+    # uv does not read the settings of pip, which may name another index.
+    if .venv/bin/python -m pip config list 2>/dev/null | grep -q '\.index-url='; then
+        return 1
+    fi
+    uv=$(command -v uv) && return
+    .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt uv || return 1
+    uv=.venv/bin/uv
+    [ -x "$uv" ]
+}
+
 # install EXTRAS: brings .venv to the tested versions of the package's dependencies with these extras.
 install() {
     is_installed "$1" && return
@@ -92,7 +104,9 @@ install() {
     fi
     say "installing blockdiag[$1] (the first time takes a few minutes)"
     # Modules are compiled when they are imported. Compiling all of them would take more than a minute.
-    .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt -e ".[$1]"
+    if ! { find_uv && "$uv" pip install --quiet --python .venv/bin/python -c constraints.txt -e ".[$1]"; }; then
+        .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt -e ".[$1]"
+    fi
     fingerprint "$1" >".venv/installed-$1"
 }
 
@@ -146,6 +160,9 @@ test_versions() {
     exec "$folder/bin/python" -m pytest -n logical --maxprocesses 4 --dist worksteal -m "versions and not gpu" \
         $(grep -rl 'mark\.versions' tests --include='test_*.py') "$@"
 }
+
+# Without bytecode, every process of the tests would compile the sources of JAX and torch again.
+unset PYTHONDONTWRITEBYTECODE
 
 command=${1:-help}
 [ $# -gt 0 ] && shift

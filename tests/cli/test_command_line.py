@@ -216,3 +216,20 @@ def test_script_does_not_install_twice(checkout, tmp_path):
     assert run_script(checkout, "setup").returncode == 0
     (checkout / "constraints.txt").write_text("jax==0.0\n")
     assert run_script(checkout, "setup", PATH=tools(tmp_path / "tools")).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("index", "status", "installers"),
+    [("", 0, ["uv"]), ("", 2, ["uv", "pip"]), ("global.index-url='https://packages.example'", 0, ["pip"])],
+)
+def test_script_installs_with_uv_unless_it_fails_or_pip_has_another_index(
+    checkout, tmp_path, index, status, installers
+):
+    record = 'case "$*" in *"pip config list"*) echo "$INDEX";; *pip*install*) echo "$NAME $*" >>calls;; esac'
+    fake_program(checkout / ".venv" / "bin", "python", f"NAME=pip\n{record}")
+    fake_program(tmp_path / "tools" / "uv", "uv", f"NAME=uv\n{record}\nexit {status}")
+    path = f"{tmp_path / 'tools' / 'uv'}:{os.defpath}"
+    assert run_script(checkout, "setup", PATH=path, INDEX=index).returncode == 0
+    calls = (checkout / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == installers
+    assert all("-c constraints.txt -e .[test,cuda]" in call for call in calls)
