@@ -381,5 +381,7 @@ def sharded_training_step(rank, processes, rendezvous):
     torch.distributed.destroy_process_group()
 
 
-def test_fully_sharded_training_step_matches_one_process(tmp_path):
+def test_fully_sharded_training_step_matches_one_process(tmp_path, monkeypatch):
+    # XLA's optimizations of programs that run once would take most of the time.
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     torch.multiprocessing.spawn(sharded_training_step, args=(2, f"file://{tmp_path}/rendezvous"), nprocs=2)

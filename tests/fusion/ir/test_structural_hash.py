@@ -253,10 +253,18 @@ def counted(monkeypatch, owner, *names):
 
 def forget_programs():
     """Collect garbage repeatedly: freeing a program's functions frees JAX's caches, and these free other functions."""
+    for _ in range(4):
+        if gc.collect() == 0:
+            break
+
+
+@pytest.fixture
+def small_heap():
+    """Set aside what is alive before a test. Otherwise each of its collections would visit all earlier programs."""
     # What was set aside between tests may be garbage by now, such as equal regions of earlier tests.
     gc.unfreeze()
-    for _ in range(4):
-        gc.collect()
+    forget_programs()
+    gc.freeze()
 
 
 STEPS = {
@@ -274,7 +282,7 @@ def work_of(function, given, monkeypatch):
         return counts[0] | counts[1]
 
 
-def test_equal_layers_generate_kernels_once(monkeypatch):
+def test_equal_layers_generate_kernels_once(small_heap, monkeypatch):
     works = []
     for count in (1, 4):
         function, given = model(count)
@@ -283,7 +291,7 @@ def test_equal_layers_generate_kernels_once(monkeypatch):
     assert works[0] == works[1]
 
 
-def test_separately_fused_layers_generate_kernels_once(monkeypatch):
+def test_separately_fused_layers_generate_kernels_once(small_heap, monkeypatch):
     works = []
     for count in (1, 4):
         function, given = model(count, fuse(attention, implementation="triton"))
@@ -292,7 +300,7 @@ def test_separately_fused_layers_generate_kernels_once(monkeypatch):
     assert works[0] == works[1]
 
 
-def test_each_kind_of_layer_generates_its_own_kernels(monkeypatch):
+def test_each_kind_of_layer_generates_its_own_kernels(small_heap, monkeypatch):
     def layers(x):
         for scale in (0.25, 0.5, 0.25, 0.5):
             x = x + attention(x, x, x, scale=scale)
@@ -306,7 +314,7 @@ def test_each_kind_of_layer_generates_its_own_kernels(monkeypatch):
     assert counts["forward"] == 2 * 2  # for the interpreter and for CUDA
 
 
-def test_equal_layers_are_explained_once(monkeypatch):
+def test_equal_layers_are_explained_once(small_heap, monkeypatch):
     forget_programs()
     counts = counted(monkeypatch, kernel_choice, "_kernels")
     function, given = model(3)
@@ -341,7 +349,7 @@ def arch_of(equation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_shared_region_is_freed_with_its_program(implementation, monkeypatch):
+def test_shared_region_is_freed_with_its_program(small_heap, implementation, monkeypatch):
     regions = []
 
     def remembered(region):
