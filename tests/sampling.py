@@ -6,7 +6,7 @@ repeated.
 
 import collections
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 
 import pytest
 
@@ -39,6 +39,22 @@ def sample_cases(names: Sequence[str], cases: Sequence[Mapping[str, Hashable]], 
     return sorted(chosen)
 
 
+def cover(names: Sequence[str], keys: Sequence[Set[Hashable]]) -> list[int]:
+    """Return the indices of few cases that together have all keys, in ascending order.
+
+    Args:
+        names: the names of the cases.
+        keys: the keys of each case.
+    """
+    waiting = sorted(range(len(keys)), key=lambda i: zlib.crc32(names[i].encode()))
+    missing, chosen = set[Hashable]().union(*keys), list[int]()
+    while missing:
+        best = max(waiting, key=lambda i: len(missing & keys[i]))
+        chosen.append(best)
+        missing -= keys[best]
+    return sorted(chosen)
+
+
 def split_by_sample(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Return the tests in the sample, and the others."""
     by_function = collections.defaultdict(list)
@@ -49,10 +65,14 @@ def split_by_sample(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], li
         if same[0].get_closest_marker("every_case"):
             kept.update(map(id, same))
             continue
+        names, specs = [item.name for item in same], [getattr(item, "callspec", None) for item in same]
+        if covers := same[0].get_closest_marker("covers"):
+            keys = [set(covers.args[0](**spec.params)) for spec in specs if spec]
+            kept.update(id(same[i]) for i in cover(names, keys))
+            continue
         # The cases of a test share the objects that `parametrize` was given.
-        specs = [getattr(item, "callspec", None) for item in same]
         cases = [{name: id(value) for name, value in spec.params.items()} if spec else {} for spec in specs]
         marker = same[0].get_closest_marker("part")
         part = marker.args[0] if marker else PART
-        kept.update(id(same[i]) for i in sample_cases([item.name for item in same], cases, part))
+        kept.update(id(same[i]) for i in sample_cases(names, cases, part))
     return [item for item in items if id(item) in kept], [item for item in items if id(item) not in kept]

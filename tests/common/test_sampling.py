@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tests.sampling import LEAST_CASES, sample_cases, split_by_sample
+from tests.sampling import LEAST_CASES, cover, sample_cases, split_by_sample
 
 NAMES = [f"case {i}" for i in range(24)]
 
@@ -29,7 +29,14 @@ def test_sample_of_a_product_has_every_value():
     assert {case["z"] for case in sample} == set("ab")
 
 
-def collected(function: str, cases: Sequence[Mapping[str, object]], **markers: int) -> list[Any]:
+def test_cover_has_all_keys_in_few_cases():
+    keys = [{1}, {1, 2, 3}, {4}, {3, 4}, set(), {2, 5}]
+    chosen = cover(NAMES[: len(keys)], keys)
+    assert set().union(*(keys[i] for i in chosen)) == {1, 2, 3, 4, 5} and len(chosen) == 3
+    assert chosen == cover(NAMES[: len(keys)], keys) and cover(NAMES[:1], [set()]) == []
+
+
+def collected(function: str, cases: Sequence[Mapping[str, object]], **markers: object) -> list[Any]:
     """Return stand-ins for a test's collected cases; without cases it is not parametrised.
 
     Each marker has one argument.
@@ -50,9 +57,10 @@ def test_collected_tests_are_sampled_by_function():
         collected("few", product[:LEAST_CASES]),
         collected("pages", product, every_case=1),
         collected("kernels", [{"x": f"kernel {i}"} for i in range(12)], part=3),
+        collected("plans", product, covers=lambda x, y: {x % 4}),
         collected("one", []),
     ]
     sample, others = split_by_sample([item for same in tests for item in same])
     sizes = collections.Counter(item.originalname for item in sample)
-    assert sizes == {"product": 8, "few": LEAST_CASES, "pages": 16, "kernels": 4, "one": 1}
-    assert collections.Counter(item.originalname for item in others) == {"product": 8, "kernels": 8}
+    assert sizes == {"product": 8, "few": LEAST_CASES, "pages": 16, "kernels": 4, "plans": 4, "one": 1}
+    assert collections.Counter(item.originalname for item in others) == {"product": 8, "kernels": 8, "plans": 12}

@@ -1,14 +1,24 @@
 """Shared code of tests of launch plans: reports of kernels compiled for other architectures."""
 
 import re
+from collections.abc import Iterable, Iterator
 
 import triton
 import triton.language as tl
 
-from blockdiag.common.dtype_table import ELEMENT_TYPES
+from blockdiag.common.dtype_table import EIGHT_BIT_DTYPES, ELEMENT_TYPES
 from blockdiag.triton_kernels.launch.compile import buffer_spec, check_plan, compile_key
 from blockdiag.triton_kernels.launch.offline import Report, inspect_plan
-from blockdiag.triton_kernels.launch.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Scalar, TensorSpec
+from blockdiag.triton_kernels.launch.plan import (
+    Constexpr,
+    Descriptor,
+    KernelSpec,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    Target,
+    TensorSpec,
+)
 
 _reports: dict[tuple[object, ...], Report] = {}
 
@@ -24,6 +34,20 @@ def report_of(plan: LaunchPlan, arch: int) -> Report:
         _reports[key] = inspect_plan(plan, arch)
     assert_arguments_match(plan, _reports[key].kernel)
     return _reports[key]
+
+
+def configurations(specs: Iterable[KernelSpec], arch: int) -> Iterator[tuple[object, ...]]:
+    """Yield the kernel, architecture, compiler options, tiles and eight-bit dtypes of each launch.
+
+    A launch that the architecture refuses has none.
+    """
+    for spec in specs:
+        try:
+            plan = spec.plan(Target.for_arch(arch))
+        except NotImplementedError:
+            continue
+        tile, dtypes = plan.arguments.get("TILE"), frozenset(x.dtype for x in plan.inputs) & set(EIGHT_BIT_DTYPES)
+        yield plan.kernel.__name__, arch, plan.options, repr(tile.value) if isinstance(tile, Constexpr) else "", dtypes
 
 
 def assert_arguments_match(plan: LaunchPlan, kernel) -> None:

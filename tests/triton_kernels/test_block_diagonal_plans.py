@@ -16,7 +16,7 @@ from blockdiag.triton_kernels.block_diagonal.plans import BlockDiagonalLaunch, b
 from blockdiag.triton_kernels.launch.compile import check_plan, compile_key
 from blockdiag.triton_kernels.launch.plan import Scalar, Target
 from blockdiag.triton_kernels.launch.private_triton import version
-from tests.triton_kernels.plans_support import report_of
+from tests.triton_kernels.plans_support import configurations, report_of
 
 HALF_SPLIT = RotaryProblem(
     interleaved=False, query=True, key=True, value=False, table_rows=4096, table_dtype="float32", positions="sequence"
@@ -75,7 +75,7 @@ KNOWN_SPILLS = {("h128-causal-fp16", "backward", 100): 28} if version() >= (3, 8
 CONSUMER = ("h128", "h128-half", "h64-all-rotated", "b128-h128", "b64-h256-half", "fp32-h128")
 
 
-@pytest.mark.part(3)
+@pytest.mark.covers(lambda name, arch: configurations(launches(PROBLEMS[name], arch), arch))
 @pytest.mark.parametrize(
     ("name", "arch"),
     [

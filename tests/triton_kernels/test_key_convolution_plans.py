@@ -11,7 +11,7 @@ from blockdiag.ops.key_convolution.problem import KeyConvolutionProblem, count_t
 from blockdiag.triton_kernels.key_convolution.plans import KeyConvolutionLaunch, supports
 from blockdiag.triton_kernels.launch.compile import compile_key
 from blockdiag.triton_kernels.launch.plan import Target
-from tests.triton_kernels.plans_support import report_of
+from tests.triton_kernels.plans_support import configurations, report_of
 
 KINDS = ("forward", "backward", "weights_gradient")
 
@@ -43,6 +43,9 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.covers(
+    lambda name, arch: configurations((KeyConvolutionLaunch(PROBLEMS[name], kind) for kind in KINDS), arch)
+)
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "size 3" else []) for name in PROBLEMS]

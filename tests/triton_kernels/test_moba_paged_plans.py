@@ -10,7 +10,7 @@ from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.launch.plan import Target
 from blockdiag.triton_kernels.moba_paged.plans import steps, supports, tile_keys
 from blockdiag.triton_kernels.moba_paged.prompts import is_prompt
-from tests.triton_kernels.plans_support import report_of
+from tests.triton_kernels.plans_support import configurations, report_of
 
 CALL = PagedProblem(
     batch=1,
@@ -87,6 +87,7 @@ PROMPT_SPILLS = {("large blocks", "moba_blocks_forward", 80): 6}
 PAIRS = [(name, arch) for name in PROBLEMS for arch in (80, 90, 100) if "e4m3" not in name or arch > 80]
 
 
+@pytest.mark.covers(lambda name, arch: configurations(steps(PROBLEMS[name]), arch))
 @pytest.mark.parametrize(
     ("name", "arch"),
     [pytest.param(name, arch, marks=[pytest.mark.versions] if name == "bfloat16" else []) for name, arch in PAIRS],
@@ -110,7 +111,7 @@ def test_e4m3_is_refused_where_gpus_have_no_conversion(name):
             launch.plan(Target.for_arch(80))
 
 
-@pytest.mark.part(3)
+@pytest.mark.covers(lambda name, arch: configurations(steps(PROMPTS[name]), arch))
 @pytest.mark.parametrize(
     ("name", "arch"),
     [(name, arch) for name in PROMPTS for arch in (80, 90, 100, 120) if "e4m3" not in name or arch > 80],

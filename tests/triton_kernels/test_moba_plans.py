@@ -9,7 +9,7 @@ from blockdiag.triton_kernels.launch.plan import Target
 from blockdiag.triton_kernels.launch.private_triton import version
 from blockdiag.triton_kernels.moba.plans import MoBALaunch, supports
 from blockdiag.triton_kernels.moba.steps import backward_steps, forward_steps, list_steps, routing_steps
-from tests.triton_kernels.plans_support import report_of
+from tests.triton_kernels.plans_support import configurations, report_of
 
 BASE = MoBAProblem(
     query_tokens=131072,
@@ -70,6 +70,7 @@ def launches(problem):
     return [MoBALaunch(problem, kind, heads=heads) for kind, heads in steps]
 
 
+@pytest.mark.covers(lambda name, arch: configurations(launches(PROBLEMS[name]), arch))
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "h128" else []) for name in PROBLEMS]

@@ -12,7 +12,7 @@ from blockdiag.ops.paged.splits import choose_splits
 from blockdiag.triton_kernels.launch.compile import compile_key
 from blockdiag.triton_kernels.launch.plan import Target
 from blockdiag.triton_kernels.paged.plans import launches, supports
-from tests.triton_kernels.plans_support import report_of
+from tests.triton_kernels.plans_support import configurations, report_of
 
 BASE = PagedProblem(
     batch=1,
@@ -150,7 +150,7 @@ def test_e4m3_is_refused_where_gpus_have_no_conversion(name):
                 launch.plan(Target.for_arch(80))
 
 
-@pytest.mark.part(3)
+@pytest.mark.covers(lambda name, arch: configurations(launches(PROBLEMS[name]), arch))
 @pytest.mark.parametrize(
     ("name", "arch"),
     [

@@ -499,7 +499,7 @@ def test_tile_rows_with_different_ends_share_a_list(monkeypatch):
         assert not ((states > 0) & (told == 0)).any() and ((states == 0) & (told > 0)).mean() < 0.02
 
 
-@pytest.mark.part(2)
+@pytest.mark.every_case
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", ["global_and_local", "strided"])
 def test_kernels_of_every_table_form_do_not_spill_in_loops(name, arch, monkeypatch):

@@ -194,7 +194,7 @@ FITTING = (
 )  # fmt: skip
 
 
-@pytest.mark.part(3)
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", FITTING)
 def test_one_pass_kernel_fits_hopper(name):
     inner, _ = arrange.arranged(CASES[name].region())

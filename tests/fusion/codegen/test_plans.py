@@ -50,6 +50,7 @@ def launches_of(region: Region) -> dict[str, FusedLaunch]:
     return found
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
     ("name", "size"),

@@ -133,11 +133,33 @@ def traced_launch_of(name):
 KNOWN_SPILLS = {"sloped": 2, "long_values": 42, "long_values_many_chunks": 29}
 
 
-@pytest.mark.part(3)
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[pytest.mark.versions] if x == "cross" else []) for x in (*STREAMED, *EIGHT_BIT_STREAMED)],
+# Their kernels have the tiles, slots and dtypes of another case's kernel, and functions of their own.
+WITH_COMMON_TILES = (
+    "one_chunk",
+    "clipped",
+    "heads_first",
+    "grouped",
+    "soft_cap",
+    "sloped",
+    "tempered",
+    "window",
+    "global_and_local",
+    "strided",
+    "far_away",
+    "added_mask",
+    "documents",
+    "padded",
+    "long_scaled_heads",
 )
+
+
+def markers_of(name):
+    """Return the markers of the case that compiles a kernel."""
+    return [pytest.mark.versions] * (name == "cross") + [pytest.mark.exhaustive] * (name in WITH_COMMON_TILES)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", [pytest.param(x, marks=markers_of(x)) for x in (*STREAMED, *EIGHT_BIT_STREAMED)])
 def test_streamed_kernels_fit_hopper(name):
     plan = traced_launch_of(name).plan(Target.for_arch(90))
     # jaxlib's launcher can pass the arrays in this order.

@@ -50,7 +50,7 @@ WITHOUT_JOINT = ("three_chunks", "one_chunk", "terms", "bent")
 PLAIN = {("one_chunk", "columns"), ("three_chunks", "rows"), ("three_chunks", "columns"), ("terms", "rows")}
 
 
-@pytest.mark.part(3)
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "name",
     [
@@ -81,7 +81,7 @@ def test_kernels_fit_hopper(name):
         assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
 
 
-@pytest.mark.part(3)
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "name",
     [
