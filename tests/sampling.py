@@ -10,13 +10,12 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 
 import pytest
 
-# A sample has a sixth of a test's cases, or the part that the marker `part` gives. It has at least two if there are as
-# many.
+# A sample has a sixth of a test's cases, but at least two if there are as many.
 LEAST_CASES = 2
 PART = 6
 
 
-def sample_cases(names: Sequence[str], cases: Sequence[Mapping[str, Hashable]], part: int = PART) -> list[int]:
+def sample_cases(names: Sequence[str], cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
     """Return the indices of a sample of a test's cases, in ascending order.
 
     The sample covers every parameter value that occurs in several cases, such as an architecture, as far as its size
@@ -25,9 +24,8 @@ def sample_cases(names: Sequence[str], cases: Sequence[Mapping[str, Hashable]], 
     Args:
         names: the names of the cases.
         cases: the values of all parameters of each case, by name.
-        part: the sample has at least one case in `part`.
     """
-    size = max(LEAST_CASES, -(-len(cases) // part))
+    size = max(LEAST_CASES, -(-len(cases) // PART))
     counts = collections.Counter(value for case in cases for value in case.items())
     waiting = sorted(range(len(cases)), key=lambda i: zlib.crc32(names[i].encode()))
     missing, chosen = {value for value, count in counts.items() if count > 1}, list[int]()
@@ -72,7 +70,5 @@ def split_by_sample(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], li
             continue
         # The cases of a test share the objects that `parametrize` was given.
         cases = [{name: id(value) for name, value in spec.params.items()} if spec else {} for spec in specs]
-        marker = same[0].get_closest_marker("part")
-        part = marker.args[0] if marker else PART
-        kept.update(id(same[i]) for i in sample_cases(names, cases, part))
+        kept.update(id(same[i]) for i in sample_cases(names, cases))
     return [item for item in items if id(item) in kept], [item for item in items if id(item) not in kept]

@@ -56,11 +56,10 @@ def test_collected_tests_are_sampled_by_function():
         collected("product", product),
         collected("few", product[:LEAST_CASES]),
         collected("pages", product, every_case=1),
-        collected("kernels", [{"x": f"kernel {i}"} for i in range(12)], part=3),
         collected("plans", product, covers=lambda x, y: {x % 4}),
         collected("one", []),
     ]
     sample, others = split_by_sample([item for same in tests for item in same])
     sizes = collections.Counter(item.originalname for item in sample)
-    assert sizes == {"product": 8, "few": LEAST_CASES, "pages": 16, "kernels": 4, "plans": 4, "one": 1}
-    assert collections.Counter(item.originalname for item in others) == {"product": 8, "kernels": 8, "plans": 12}
+    assert sizes == {"product": 8, "few": LEAST_CASES, "pages": 16, "plans": 4, "one": 1}
+    assert collections.Counter(item.originalname for item in others) == {"product": 8, "plans": 12}

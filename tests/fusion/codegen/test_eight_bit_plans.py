@@ -21,7 +21,8 @@ PTX_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
 WIDE_PRODUCTS = r"bf16\.bf16|kind::f16"
-EIGHT_BIT_PRODUCTS = ("causal", "causal_e5m2", "eight_bit_values", "eight_bit_values_e5m2")
+VALUES = ("eight_bit_values", "eight_bit_values_e5m2")
+EIGHT_BIT_PRODUCTS = ("causal", "causal_e5m2", *VALUES)
 
 
 def region_of(name, **sizes):
@@ -36,7 +37,7 @@ def forward_ptx(region, arch):
     return report.kernel.asm["ptx"]
 
 
-@pytest.mark.part(4)
+@pytest.mark.covers(lambda name, width, arch: {(name in VALUES, width, arch)})
 @pytest.mark.parametrize("arch", PRODUCTS)
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("name", EIGHT_BIT_PRODUCTS)
@@ -44,9 +45,10 @@ def test_kernels_multiply_eight_bits_where_the_architecture_does(name, width, ar
     text = forward_ptx(region_of(name, sizes=(1, 256, 256, 2, 2, width, width)), arch)
     assert re.search(PRODUCTS[arch].format(PTX_NAMES[CASES[name].dtype]), text)
     # Values of 16 bits keep 16-bit products.
-    assert bool(re.search(WIDE_PRODUCTS, text)) is not name.startswith("eight_bit_values")
+    assert bool(re.search(WIDE_PRODUCTS, text)) is (name not in VALUES)
 
 
+@pytest.mark.covers(lambda name, width: {(name in VALUES, width)})
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("name", EIGHT_BIT_PRODUCTS)
 def test_kernels_multiply_wide_operands_where_the_architecture_has_no_eight_bit_products(name, width):
