@@ -26,7 +26,7 @@ _FRONT_SIZE, _FRONT_PRODUCTS = 4096, 32
 
 @dataclass(frozen=True)
 class Ahead:
-    """What is ready before the first variant is timed.
+    """The programs that are compiled before the first variant is timed.
 
     Attributes:
         works: programs by variant, or why there are none.
@@ -51,7 +51,7 @@ def prepared(case: GalleryCase, settings: Settings) -> Work:
 def prepare_all(cases: Sequence[GalleryCase], settings: Settings, deadline: float) -> dict[str, Work | Exception]:
     """Draw, trace and compile all programs of all variants, or keep why a variant cannot even begin.
 
-    What is not compiled at the deadline, in `time.monotonic` seconds, is left out.
+    Programs that are not compiled by the deadline, in `time.monotonic` seconds, are left out.
     """
     from blockdiag.interop.targets import session_target
 
@@ -80,7 +80,7 @@ def prepare_all(cases: Sequence[GalleryCase], settings: Settings, deadline: floa
     waiting += [pool.submit(compile_pass, work, "ours", pass_name) for work in ready for pass_name in PASSES]
     waiting += [pool.submit(compile_judge, work) for work in ready]
     concurrent.futures.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-    # What runs cannot be stopped, and is waited for: it would disturb what is timed.
+    # Running compilations cannot be stopped. They are awaited, because they would disturb the timing.
     pool.shutdown(wait=True, cancel_futures=True)
     return works
 

@@ -14,7 +14,7 @@ from benchmarks.harness.family import SPENT, Context, Entry, Family, Implementat
 from benchmarks.harness.records import GalleryTiming, Measured, is_timed
 from benchmarks.harness.report import Verdict
 
-# Of the whole time, what may pass before the first variant is timed.
+# The share of the time limit that may pass before the first variant is timed.
 _COMPILING_SHARE = 0.6
 
 

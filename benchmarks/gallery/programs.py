@@ -25,7 +25,7 @@ type Key = tuple[Whose, GalleryPass]
 
 WHOSE: tuple[Whose, ...] = ("ours", "xla")
 
-# Of a result in bfloat16, or twice what XLA's result errs by.
+# The relative error that a result in bfloat16 may have, or twice the error of XLA's result.
 _ALLOWED_ERROR = 0.02
 
 

@@ -1,4 +1,4 @@
-"""What the pipeline asks of the machine; torch is not needed."""
+"""The name and the memory of the device, for the pipeline. It does not need torch."""
 
 import gc
 import sys

@@ -317,7 +317,7 @@ class DeviceTiming(Measured):
 
     @property
     def case(self) -> str:
-        """What is divided, and how."""
+        """The operation, its tokens, and the axis that devices share."""
         return f"{self.op}, {self.tokens} tokens, {self.division}"
 
     @property

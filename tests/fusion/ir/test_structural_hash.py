@@ -261,7 +261,7 @@ def forget_programs():
 @pytest.fixture
 def small_heap():
     """Set aside what is alive before a test. Otherwise each of its collections would visit all earlier programs."""
-    # What was set aside between tests may be garbage by now, such as equal regions of earlier tests.
+    # Objects that were set aside between tests may be garbage by now, such as equal regions of earlier tests.
     gc.unfreeze()
     forget_programs()
     gc.freeze()

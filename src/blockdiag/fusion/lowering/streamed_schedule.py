@@ -76,7 +76,7 @@ class Streamed(OfProduct):
 
     @property
     def has_eight_bit_values(self) -> bool:
-        """Whether values have eight bits, as queries and keys do."""
+        """True if values have eight bits, as queries and keys do."""
         return is_eight_bit(self.region.value.dtype)
 
     @property
