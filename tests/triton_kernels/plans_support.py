@@ -1,8 +1,10 @@
 """Shared code of tests of launch plans: reports of kernels compiled for other architectures."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import pytest
 import triton
 import triton.language as tl
 
@@ -36,8 +38,40 @@ def report_of(plan: LaunchPlan, arch: int) -> Report:
     return _reports[key]
 
 
+def launch_cases[P](
+    problems: Mapping[str, P],
+    launches_of: Callable[[P], Sequence[KernelSpec]],
+    architectures: Iterable[int],
+    *,
+    versions: Container[str] = (),
+    since_89: Container[str] = (),
+) -> list[Any]:
+    """Return the parameters of a test of each launch of each problem: the problem's name, the launch's place, and arch.
+
+    Args:
+        problems: problems by name.
+        launches_of: returns the launches of a problem.
+        architectures: the architectures to compile for.
+        versions: names of problems that are also tested with other versions of the dependencies.
+        since_89: names of problems with conversions to e4m3, which need sm_89.
+    """
+    return [
+        pytest.param(
+            name,
+            place,
+            arch,
+            id=f"{name}, {launch.name} {place}-{arch}",
+            marks=[pytest.mark.versions] if name in versions else [],
+        )
+        for name, problem in problems.items()
+        for place, launch in enumerate(launches_of(problem))
+        for arch in architectures
+        if arch >= 89 or name not in since_89
+    ]
+
+
 def configurations(specs: Iterable[KernelSpec], arch: int) -> Iterator[tuple[object, ...]]:
-    """Yield the kernel, architecture, compiler options, tiles and eight-bit dtypes of each launch.
+    """Yield the kernel and architecture of each launch, with its compiler options and tiles, and with its 8-bit dtypes.
 
     A launch that the architecture refuses has none.
     """
@@ -47,7 +81,8 @@ def configurations(specs: Iterable[KernelSpec], arch: int) -> Iterator[tuple[obj
         except NotImplementedError:
             continue
         tile, dtypes = plan.arguments.get("TILE"), frozenset(x.dtype for x in plan.inputs) & set(EIGHT_BIT_DTYPES)
-        yield plan.kernel.__name__, arch, plan.options, repr(tile.value) if isinstance(tile, Constexpr) else "", dtypes
+        yield plan.kernel.__name__, arch, plan.options, repr(tile.value) if isinstance(tile, Constexpr) else ""
+        yield plan.kernel.__name__, arch, dtypes
 
 
 def assert_arguments_match(plan: LaunchPlan, kernel) -> None:

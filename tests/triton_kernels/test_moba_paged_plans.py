@@ -10,7 +10,7 @@ from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.launch.plan import Target
 from blockdiag.triton_kernels.moba_paged.plans import steps, supports, tile_keys
 from blockdiag.triton_kernels.moba_paged.prompts import is_prompt
-from tests.triton_kernels.plans_support import configurations, report_of
+from tests.triton_kernels.plans_support import configurations, launch_cases, report_of
 
 CALL = PagedProblem(
     batch=1,
@@ -83,51 +83,48 @@ PROMPTS = {
 }  # fmt: skip
 # Accesses of local memory within loops.
 PROMPT_SPILLS = {("large blocks", "moba_blocks_forward", 80): 6}
-# Conversions to e4m3 need sm_89.
-PAIRS = [(name, arch) for name in PROBLEMS for arch in (80, 90, 100) if "e4m3" not in name or arch > 80]
+WITH_E4M3 = [name for name in PROBLEMS | PROMPTS if "e4m3" in name]
 
 
-@pytest.mark.covers(lambda name, arch: configurations(steps(PROBLEMS[name]), arch))
+@pytest.mark.covers(lambda name, place, arch: configurations([steps(PROBLEMS[name])[place]], arch))
 @pytest.mark.parametrize(
-    ("name", "arch"),
-    [pytest.param(name, arch, marks=[pytest.mark.versions] if name == "bfloat16" else []) for name, arch in PAIRS],
+    ("name", "place", "arch"), launch_cases(PROBLEMS, steps, (80, 90, 100), versions=["bfloat16"], since_89=WITH_E4M3)
 )
-def test_plan_fits_its_architecture(name, arch):
+def test_plan_fits_its_architecture(name, place, arch):
     problem = PROBLEMS[name]
     assert supports(problem) is None
-    for launch in steps(problem):
-        report = report_of(launch.plan(Target.for_arch(arch)), arch)
-        assert report.shared_bytes <= 16384
-        assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0
-        # Only the kernel in which parts arrive has an atomic instruction, and it has one.
-        assert report.ptx["atom"] == (launch.kind == "blocks")
-        assert not any(report.local_accesses.values()), str(report)
+    launch = steps(problem)[place]
+    report = report_of(launch.plan(Target.for_arch(arch)), arch)
+    assert report.shared_bytes <= 16384
+    assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0
+    # Only the kernel in which parts arrive has an atomic instruction, and it has one.
+    assert report.ptx["atom"] == (launch.kind == "blocks")
+    assert not any(report.local_accesses.values()), str(report)
 
 
-@pytest.mark.parametrize("name", [name for name in PROBLEMS | PROMPTS if "e4m3" in name])
+@pytest.mark.parametrize("name", WITH_E4M3)
 def test_e4m3_is_refused_where_gpus_have_no_conversion(name):
     with pytest.raises(NotImplementedError, match=r"float8_e4m3fn needs compute capability 8\.9 or higher"):
         for launch in steps((PROBLEMS | PROMPTS)[name]):
             launch.plan(Target.for_arch(80))
 
 
-@pytest.mark.covers(lambda name, arch: configurations(steps(PROMPTS[name]), arch))
+@pytest.mark.covers(lambda name, place, arch: configurations([steps(PROMPTS[name])[place]], arch))
 @pytest.mark.parametrize(
-    ("name", "arch"),
-    [(name, arch) for name in PROMPTS for arch in (80, 90, 100, 120) if "e4m3" not in name or arch > 80],
+    ("name", "place", "arch"), launch_cases(PROMPTS, steps, (80, 90, 100, 120), since_89=WITH_E4M3)
 )
-def test_plan_of_prompts_fits_its_architecture(name, arch):
+def test_plan_of_prompts_fits_its_architecture(name, place, arch):
     problem = PROMPTS[name]
     assert supports(problem) is None and is_prompt(problem)
-    for launch in steps(problem):
-        report = report_of(launch.plan(Target.for_arch(arch)), arch)
-        assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
-        assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0 and report.ptx["atom"] == 0
-        in_loops = sum(count for depth, count in report.local_accesses.items() if depth > 0)
-        assert in_loops <= PROMPT_SPILLS.get((name, launch.name, arch), 0), str(report)
-        if launch.name == "moba_blocks_forward" and name != "float32":
-            instruction = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}[arch]
-            assert report.ptx[instruction] > 0, str(report)
+    launch = steps(problem)[place]
+    report = report_of(launch.plan(Target.for_arch(arch)), arch)
+    assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
+    assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0 and report.ptx["atom"] == 0
+    in_loops = sum(count for depth, count in report.local_accesses.items() if depth > 0)
+    assert in_loops <= PROMPT_SPILLS.get((name, launch.name, arch), 0), str(report)
+    if launch.name == "moba_blocks_forward" and name != "float32":
+        instruction = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}[arch]
+        assert report.ptx[instruction] > 0, str(report)
 
 
 def test_prompts_use_the_kernels_of_moba_for_hopper():

@@ -9,7 +9,7 @@ from blockdiag.triton_kernels.launch.plan import Target
 from blockdiag.triton_kernels.launch.private_triton import version
 from blockdiag.triton_kernels.moba.plans import MoBALaunch, supports
 from blockdiag.triton_kernels.moba.steps import backward_steps, forward_steps, list_steps, routing_steps
-from tests.triton_kernels.plans_support import configurations, report_of
+from tests.triton_kernels.plans_support import configurations, launch_cases, report_of
 
 BASE = MoBAProblem(
     query_tokens=131072,
@@ -70,28 +70,24 @@ def launches(problem):
     return [MoBALaunch(problem, kind, heads=heads) for kind, heads in steps]
 
 
-@pytest.mark.covers(lambda name, arch: configurations(launches(PROBLEMS[name]), arch))
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "h128" else []) for name in PROBLEMS]
-)
-def test_plan_fits_its_architecture(name, arch):
+@pytest.mark.covers(lambda name, place, arch: configurations([launches(PROBLEMS[name])[place]], arch))
+@pytest.mark.parametrize(("name", "place", "arch"), launch_cases(PROBLEMS, launches, (80, 90, 100), versions=["h128"]))
+def test_plan_fits_its_architecture(name, place, arch):
     problem = PROBLEMS[name]
     assert supports(problem) is None
-    for launch in launches(problem):
-        plan = launch.plan(Target.for_arch(arch))
-        report = report_of(plan, arch)
-        assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
-        assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0
-        assert report.ptx["atom"] == 0
-        in_loops = sum(count for depth, count in report.local_accesses.items() if depth > 0)
-        assert in_loops <= KNOWN_SPILLS.get((name, launch.kind, arch), 0), str(report)
-        if launch.kind in WITH_PRODUCTS and problem.dtype != "float32":
-            instructions = {80: ["mma.sync"], 90: ["wgmma"], 100: ["tcgen05.mma"]}[arch]
-            if problem.head_dim > 128:
-                # Tiles of fewer than 64 rows are too small for the newer instructions.
-                instructions = [*instructions, "mma.sync"]
-            assert sum(report.ptx[name] for name in instructions) > 0, str(report)
+    launch = launches(problem)[place]
+    report = report_of(launch.plan(Target.for_arch(arch)), arch)
+    assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
+    assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0
+    assert report.ptx["atom"] == 0
+    in_loops = sum(count for depth, count in report.local_accesses.items() if depth > 0)
+    assert in_loops <= KNOWN_SPILLS.get((name, launch.kind, arch), 0), str(report)
+    if launch.kind in WITH_PRODUCTS and problem.dtype != "float32":
+        instructions = {80: ["mma.sync"], 90: ["wgmma"], 100: ["tcgen05.mma"]}[arch]
+        if problem.head_dim > 128:
+            # Tiles of fewer than 64 rows are too small for the newer instructions.
+            instructions = [*instructions, "mma.sync"]
+        assert sum(report.ptx[name] for name in instructions) > 0, str(report)
 
 
 def test_hopper_kernels_are_chosen_where_they_fit():

@@ -12,7 +12,7 @@ from blockdiag.ops.paged.splits import choose_splits
 from blockdiag.triton_kernels.launch.compile import compile_key
 from blockdiag.triton_kernels.launch.plan import Target
 from blockdiag.triton_kernels.paged.plans import launches, supports
-from tests.triton_kernels.plans_support import configurations, report_of
+from tests.triton_kernels.plans_support import configurations, launch_cases, report_of
 
 BASE = PagedProblem(
     batch=1,
@@ -150,42 +150,41 @@ def test_e4m3_is_refused_where_gpus_have_no_conversion(name):
                 launch.plan(Target.for_arch(80))
 
 
-@pytest.mark.covers(lambda name, arch: configurations(launches(PROBLEMS[name]), arch))
+@pytest.mark.covers(lambda name, place, arch: configurations([launches(PROBLEMS[name])[place]], arch))
 @pytest.mark.parametrize(
-    ("name", "arch"),
-    [
-        pytest.param(
-            name, arch, marks=[pytest.mark.versions] if name in ("one query", "prompts beside other sequences") else []
-        )
-        for name in PROBLEMS
-        for arch in (80, 90, 100, 120)
-        if arch > 80 or name not in WITH_E4M3
-    ],
+    ("name", "place", "arch"),
+    launch_cases(
+        PROBLEMS,
+        launches,
+        (80, 90, 100, 120),
+        versions=["one query", "prompts beside other sequences"],
+        since_89=WITH_E4M3,
+    ),
 )
-def test_plan_fits_its_architecture(name, arch):
+def test_plan_fits_its_architecture(name, place, arch):
     problem = PROBLEMS[name]
     assert supports(problem) is None
-    for launch in launches(problem):
-        plan = launch.plan(Target.for_arch(arch))
-        # jaxlib's launcher can pass the arrays in this order.
-        lay_out_buffers(plan)
-        report = report_of(plan, arch)
-        is_for_hopper = plan.kernel.__name__ in ("paged_prompts", "paged_eight_bit_prompts")
-        assert is_for_hopper == (
-            arch == 90
-            and launch.kind == "prompts"
-            and problem.query_dtype == problem.key_dtype
-            and problem.head_dim == problem.value_dim <= 256
-        )
-        assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
-        assert report.spill_bytes <= KNOWN_SPILLS.get((name, arch), 0), str(report)
-        assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0
-        # Programs for prompts on Hopper count the items that they take.
-        assert (report.ptx["atom"] > 0) == is_for_hopper
-        if launch.kind != "merge" and problem.query_dtype != "float32":
-            assert sum(report.ptx[product] for product in ("mma.sync", "wgmma", "tcgen05.mma")) > 0, str(report)
-            # Caches are read asynchronously. Only masks are loaded by bytes, and there are few of them.
-            assert report.ptx["cp.async"] > 0 and report.kernel.asm["ptx"].count("ld.shared.b8") < 32
+    launch = launches(problem)[place]
+    plan = launch.plan(Target.for_arch(arch))
+    # jaxlib's launcher can pass the arrays in this order.
+    lay_out_buffers(plan)
+    report = report_of(plan, arch)
+    is_for_hopper = plan.kernel.__name__ in ("paged_prompts", "paged_eight_bit_prompts")
+    assert is_for_hopper == (
+        arch == 90
+        and launch.kind == "prompts"
+        and problem.query_dtype == problem.key_dtype
+        and problem.head_dim == problem.value_dim <= 256
+    )
+    assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
+    assert report.spill_bytes <= KNOWN_SPILLS.get((name, arch), 0), str(report)
+    assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0
+    # Programs for prompts on Hopper count the items that they take.
+    assert (report.ptx["atom"] > 0) == is_for_hopper
+    if launch.kind != "merge" and problem.query_dtype != "float32":
+        assert sum(report.ptx[product] for product in ("mma.sync", "wgmma", "tcgen05.mma")) > 0, str(report)
+        # Caches are read asynchronously. Only masks are loaded by bytes, and there are few of them.
+        assert report.ptx["cp.async"] > 0 and report.kernel.asm["ptx"].count("ld.shared.b8") < 32
 
 
 def test_machine_code_of_int8_gives_each_integer_as_float16():
