@@ -281,6 +281,12 @@ PROMPT_CASES = {
     "e4m3, many chunks, all keys": dataclasses.replace(
         PROMPTS, dtype="float8_e4m3fn", eight_bit_products=True, kv_lengths=(300, 700, 9, 0, 129, 1300), is_causal=False
     ),
+    "e4m3, contiguous": dataclasses.replace(
+        PROMPTS, dtype="float8_e4m3fn", eight_bit_products=True, page_size=None
+    ),
+    "e4m3, pages of 128, heads of 64": dataclasses.replace(
+        PROMPTS, dtype="float8_e4m3fn", eight_bit_products=True, page_size=128, head_dim=64
+    ),
     "e5m2, pages of 1, heads of 64": dataclasses.replace(
         PROMPTS, dtype="float8_e5m2", eight_bit_products=True, page_size=1, head_dim=64
     ),

@@ -1,6 +1,8 @@
 """The kernels of prompts for Hopper, in the interpreter: results, schedules of warps, and the order of accesses."""
 
 import dataclasses
+import itertools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +58,15 @@ PROBLEMS = {
     "e5m2, window, soft cap, sinks, scales by head": dataclasses.replace(
         BASE, **E5M2, window=(100, None), soft_cap=5.0, has_sinks=True, has_score_scale=True, value_scale="head"
     ),
+    "e4m3, pages of 4": dataclasses.replace(BASE, **E4M3, page_size=4, num_pages=160, max_pages=80),
+    "e4m3, group of 3, contiguous, scales by token": dataclasses.replace(
+        BASE, **E4M3, query_heads=6, has_page_table=False, num_pages=3, page_size=320, max_pages=1, key_scale="token",
+        value_scale="token",
+    ),
+    "e4m3, pages of 4, scales by token": dataclasses.replace(
+        BASE, **E4M3, page_size=4, num_pages=160, max_pages=80, key_scale="token", value_scale="token"
+    ),
+    "e4m3, large scores": dataclasses.replace(BASE, **E4M3, scale=2.0),
     "e4m3, negative scales by head": dataclasses.replace(
         BASE, **E4M3, query_heads=2, key_heads=1, has_score_scale=True, value_scale="head"
     ),
@@ -123,9 +134,9 @@ def value_scales_of(problem, is_used, generator):
     return np.where(is_used[..., None], scales, np.nan).astype(np.float32)
 
 
-def launch_of(problem):
-    """Return the plan of the kernel in few programs, and its inputs."""
-    launch, arrays = PagedLaunch(problem.tiled, "prompts"), inputs_of(problem)
+def launch_of(problem, **changes):
+    """Return the plan of the kernel in few programs, and its inputs, of which some may be given."""
+    launch, arrays = PagedLaunch(problem.tiled, "prompts"), inputs_of(problem) | changes
     plan = launch.plan(Target(90, 2))
     is_narrow = problem.query_dtype in EIGHT_BIT_FLOATS
     assert plan.kernel.__name__ == ("paged_eight_bit_prompts" if is_narrow else "paged_prompts")
@@ -186,8 +197,36 @@ def test_kernel_matches_the_reference(name):
     assert_equal_to_the_reference(PROBLEMS[name], *interpreted(PROBLEMS[name], is_checked=True))
 
 
+@pytest.mark.parametrize("scale", [0.2, 8.0])
+def test_weights_at_the_largest_scores_neither_saturate_nor_vanish(scale):
+    """Scores are the largest and smallest that e4m3 has, and exponents are on both sides of 2^22."""
+    problem = dataclasses.replace(PROBLEMS["e4m3"], is_causal=False, scale=scale)
+    inputs = inputs_of(problem)
+    largest = EIGHT_BIT_FLOATS["float8_e4m3fn"].largest
+    key = np.where(np.random.default_rng(1).random(inputs["key"].shape[:3]) < 0.1, largest, -largest)[..., None]
+    key = np.broadcast_to(key, inputs["key"].shape).astype(inputs["key"].dtype)
+    query = np.full(inputs["query"].shape, largest).astype(inputs["query"].dtype)
+    plan, arrays = launch_of(problem, query=query, key=key)
+    output, log_sum, _ = interpret_gluon(plan, *arrays)
+    for sequence, (begin, end) in enumerate(itertools.pairwise(OFFSETS)):
+        if end - begin <= problem.few_queries:
+            continue
+        token = np.arange(KEYS[sequence])
+        places = inputs["page_table"][sequence, token // problem.page_size], token % problem.page_size
+        is_large, value = (
+            np.asarray(key[places], np.float32)[..., 0] > 0,
+            np.asarray(inputs["value"][places], np.float32),
+        )
+        for head in range(problem.query_heads):
+            seen = value[is_large[:, head // problem.group_size], head // problem.group_size]
+            found = np.asarray(output[begin:end, head], np.float32)
+            np.testing.assert_allclose(found, np.broadcast_to(seen.mean(0), found.shape), atol=2e-2)
+            exponent = scale * largest**2 * problem.head_dim + math.log(len(seen))
+            np.testing.assert_allclose(log_sum[begin:end, head], exponent, rtol=1e-6)
+
+
 @pytest.mark.parametrize("naps", [SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE], ids=["load", "group", "compute"])
-@pytest.mark.parametrize("name", ["causal", "heads of 256", "e4m3", "e4m3, scales by token"])
+@pytest.mark.parametrize("name", ["causal", "heads of 256", "e4m3", "e4m3, pages of 4", "e4m3, scales by token"])
 def test_results_do_not_depend_on_slow_warps(name, naps):
     punctual = interpreted(PROBLEMS[name])
     for one, other in zip(interpreted(PROBLEMS[name], chance=Slow(*naps)), punctual, strict=True):

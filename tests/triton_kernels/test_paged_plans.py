@@ -78,6 +78,12 @@ PROBLEMS = {
         NARROW, query_dtype="float8_e4m3fn", batch=2, query_tokens=700, few_queries=0, num_splits=1,
         has_score_scale=True, key_scale="token", value_scale="token", has_sinks=True,
     ).tiled,
+    "a batch of prompts, e4m3, pages of 8": dataclasses.replace(
+        NARROW, query_dtype="float8_e4m3fn", batch=2, query_tokens=700, few_queries=0, num_splits=1, page_size=8,
+    ).tiled,
+    "a batch of prompts, e4m3, pages of 4": dataclasses.replace(
+        NARROW, query_dtype="float8_e4m3fn", batch=2, query_tokens=700, few_queries=0, num_splits=1, page_size=4,
+    ).tiled,
     "prompts, e5m2, h64, soft cap": dataclasses.replace(
         BASE, packed_rows=4096, query_tokens=4096, few_queries=8, num_splits=1, head_dim=64, value_dim=64,
         soft_cap=30.0, query_dtype="float8_e5m2", key_dtype="float8_e5m2", value_dtype="float8_e5m2",
@@ -125,7 +131,11 @@ KNOWN_SPILLS = {
     ("a batch of prompts, h256, all keys", 90): 32,
     ("prompts, e4m3 caches", 90): 8,
     # Sums, products of a chunk and its scores are in registers at a time.
-    ("a batch of prompts, e4m3, scales by token, sinks", 90): 480,
+    ("a batch of prompts, e4m3, scales by token, sinks", 90): 360,
+    ("a batch of prompts, e4m3, pages of 8", 90): 268,
+    ("a batch of prompts, e4m3, pages of 8", 120): 28,
+    ("a batch of prompts, e4m3, pages of 4", 90): 212,
+    ("a batch of prompts, e4m3, pages of 4", 120): 28,
     ("a batch of prompts, e4m3, scales by token, sinks", 120): 44,
     ("prompts, int8 caches", 120): 44,
     ("int8, eight queries, float16", 100): 32,

@@ -219,10 +219,16 @@ def pool_rows(scalars, page, key, keys, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def chunk_of(at, begin, live, masked_at_end):
+    """Return number `at` of an item's chunks. Chunks that are masked at the end come first."""
+    return gl.where(at < masked_at_end, begin + live - 1 - at, begin + at - masked_at_end)
+
+
+@gluon.jit
 def keys_of_chunk(at, begin, live, masked_at_end, SHAPE: gl.constexpr):
-    """Return number `at` of an item's chunks, and its keys. Chunks that are masked at the end come first."""
+    """Return number `at` of an item's chunks, and its keys."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    chunk = gl.where(at < masked_at_end, begin + live - 1 - at, begin + at - masked_at_end)
+    chunk = chunk_of(at, begin, live, masked_at_end)
     return chunk, chunk * SHAPE.chunk + gl.arange(0, SHAPE.chunk, LINE)
 
 
@@ -245,17 +251,13 @@ def load_queries(memory, row_numbers, arrays, row, queries, key_head, count, SHA
 
 
 @gluon.jit
-def begin_chunk(memory, row_numbers, b_row, chunk, number, SHAPE: gl.constexpr):
-    """Write a chunk's number and its rows in the pool, once the slot of its keys is free.
-
-    The chunk is number `number` of the program.
-    """
+def begin_chunk(memory, row_numbers, b_row, number, SHAPE: gl.constexpr):
+    """Write the rows in the pool of chunk `number` of the program, once the slot of its keys is free."""
     slot = number % SHAPE.slots
     mbarrier.wait(memory.key_empty.index(slot), number // SHAPE.slots % 2 ^ 1)
     # All threads have read the numbers of the last rows.
     thread_barrier()
     row_numbers.slice(0, SHAPE.chunk).store(b_row)
-    write_number(memory.tiles.index(slot), chunk)
 
 
 @gluon.jit
@@ -300,7 +302,8 @@ def load(memory, row_numbers, arrays, scalars, SHAPE: gl.constexpr):
             visits = gl.maximum(live, 1)
             for at in range(visits):
                 b_row = pool_rows(scalars, b_page, o_key, keys, SHAPE)
-                begin_chunk(memory, row_numbers, b_row, chunk, number, SHAPE)
+                begin_chunk(memory, row_numbers, b_row, number, SHAPE)
+                write_number(memory.tiles.index(number % SLOTS), chunk)
                 load_keys(memory, row_numbers, arrays, key_head, number, SHAPE)
                 # The pages of the next chunk arrive while this one is copied.
                 chunk, o_key = keys_of_chunk(gl.minimum(at + 1, visits - 1), begin, live, masked_at_end, SHAPE)

@@ -377,9 +377,21 @@ class PagedLaunch:
             has_soft_cap=problem.soft_cap is not None,
             has_sinks=problem.has_sinks,
         )
+        boxes: dict[str, Any] = {}
         if bits == 8:
+            # Threads that copy scales of tokens may as well copy rows.
+            has_boxes = "token" not in (problem.key_scale, problem.value_scale)
+            boxes = {
+                f"{name}s": self._boxes(name, chunk, problem.head_dim) if has_boxes else Constexpr(None)
+                for name in ("key", "value")
+            }
+            box = boxes["keys"].block_shape[0] if isinstance(boxes["keys"], Descriptor) else 0
+            largest = EIGHT_BIT_FLOATS[problem.query_dtype].largest
+            shape = replace(shape, is_copied=box == 0)
             shape = EightBitShape(
                 **vars(shape),
+                box=box,
+                most_score=problem.head_dim * largest**2 if problem.soft_cap is None else 1.0,
                 has_score_scale=problem.has_score_scale,
                 has_key_scale=problem.key_scale == "token",
                 value_scale=problem.value_scale,
@@ -394,6 +406,7 @@ class PagedLaunch:
             aliases=self._aliases,
             arguments={
                 "arrays": array_group(PromptArrays, self.input_names, self.output_names),
+                **boxes,
                 "scalars": scalar_group(
                     PromptScalars,
                     num_tiles=tiles,
@@ -417,12 +430,16 @@ class PagedLaunch:
         problem, few = self._own, self.problem.few_queries
         require_dtypes(target.arch, problem.query_dtype, problem.key_dtype, problem.value_dtype)
         kernel: Any = paged_splits
+        boxes: dict[str, Any] = {}
         is_latent = not self.is_portable and _is_latent_on_hopper(self.problem, target)
         if is_latent:
             # Imported here, because other Triton versions may lack Gluon's names.
             from blockdiag.triton_kernels.paged.hopper_latent import latent_splits
 
             kernel = latent_splits
+            # Eight-bit keys are widened by threads.
+            has_boxes = problem.key_dtype not in EIGHT_BIT_DTYPES
+            boxes["keys"] = self._boxes("key", LATENT.keys, 64) if has_boxes else Constexpr(None)
         config = LATENT if is_latent else split_config(problem, target.arch)
         config = adjusted(config, ADJUSTMENTS, problem, self.kind, target.arch)
         rows = problem.query_tokens * problem.group_size
@@ -486,7 +503,7 @@ class PagedLaunch:
             aliases=self._aliases,
             arguments={
                 "arrays": array_group(SplitArrays, self.input_names, self.output_names),
-                **({"keys": self._key_boxes()} if is_latent else {}),
+                **boxes,
                 "scalars": scalar_group(
                     SplitScalars,
                     num_tiles=problem.num_tiles or 0,
@@ -505,23 +522,28 @@ class PagedLaunch:
             options=CompileOptions(num_warps=config.num_warps, num_stages=config.loop_stages),
         )
 
-    def _key_boxes(self) -> Argument:
-        """Return a descriptor of boxes of keys that are neighbours in a page, or None if pages are small.
+    def _boxes(self, name: str, most_rows: int, columns: int) -> Argument:
+        """Return a descriptor of boxes of keys or values that are neighbours in a page, or None if pages are small.
 
-        Splits begin at multiples of a tile of keys.
+        Args:
+            name: "key" or "value".
+            most_rows: keys of a tile. Tiles begin at multiples of it.
+            columns: columns of a box, of a line of swizzled shared memory.
         """
         from triton.experimental.gluon import language as gl
 
         problem = self.problem
-        rows = math.gcd(problem.page_size, LATENT.keys) if problem.has_page_table else LATENT.keys
-        if rows < FEWEST_BOX_ROWS or problem.key_dtype in EIGHT_BIT_DTYPES:
+        rows = math.gcd(problem.page_size, most_rows) if problem.has_page_table else most_rows
+        if rows < FEWEST_BOX_ROWS:
             return Constexpr(None)
+        index = self.input_names.index(name)
+        bits = 8 * ELEMENT_TYPES[self.inputs[index].dtype].bytes
         return Descriptor(
             "input",
-            self.input_names.index("key"),
+            index,
             (problem.num_pages * problem.page_size, problem.key_heads * problem.head_dim),
-            (rows, 64),
-            gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
+            (rows, columns),
+            gl.NVMMASharedLayout(swizzle_byte_width=columns * bits // 8, element_bitwidth=bits, rank=2),
         )
 
     def _merge_plan(self) -> LaunchPlan:
