@@ -326,13 +326,17 @@ def finish_scores(memory, numbers, span, b_products, number, at, SHAPE: gl.const
     if SHAPE.value_scale != "token":
         free_keys(memory, number, SHAPE)
     first, last, slope, _unit, is_negative, _is_small = numbers
-    if SHAPE.has_score_scale and not SHAPE.has_soft_cap:
-        if is_negative:
-            b_products = 0.0 - b_products
     r_k = chunk_of(at, begin, live, masked_at_end) * SHAPE.chunk + gl.arange(0, SHAPE.chunk, C)
     # An item without keys has one chunk, whose keys are all masked.
-    if at < gl.maximum(masked, 1):
-        b_score = score((first, last, slope), SHAPE, 0, r_k, b_products)
+    is_masked = at < gl.maximum(masked, 1)
+    if SHAPE.has_score_scale and not SHAPE.has_soft_cap:
+        # A branch of its own would take registers from all items.
+        is_masked = is_masked | is_negative
+    if is_masked:
+        if SHAPE.has_score_scale and not SHAPE.has_soft_cap:
+            b_score = score((first, last, slope), SHAPE, 0, r_k, b_products * gl.where(is_negative, -1.0, 1.0))
+        else:
+            b_score = score((first, last, slope), SHAPE, 0, r_k, b_products)
     else:
         b_score = plain_score((first, last, slope), SHAPE, 0, r_k, b_products)
     return b_score
