@@ -83,8 +83,8 @@ class EightBitShape(PromptShape):
     """Static properties of a launch.
 
     Attributes:
-        box: rows of a box of keys or values that are neighbours in a page, which the copy engine loads; 0 if pages are
-            too small, so that threads copy rows.
+        box: rows of a box of keys or values that are neighbours in a page, which the copy engine loads; 0 if threads
+            copy rows.
         most_score: a bound of scores without scales.
         has_score_scale: whether there is a factor of scores for each sequence and key head.
         has_key_scale: whether each token of the pages has a factor of keys.
