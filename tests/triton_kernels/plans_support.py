@@ -43,7 +43,7 @@ def launch_cases[P](
     launches_of: Callable[[P], Sequence[KernelSpec]],
     architectures: Iterable[int],
     *,
-    versions: Container[str] = (),
+    marks: Mapping[str, pytest.MarkDecorator] | None = None,
     since_89: Container[str] = (),
 ) -> list[Any]:
     """Return the parameters of a test of each launch of each problem: the problem's name, the launch's place, and arch.
@@ -52,7 +52,7 @@ def launch_cases[P](
         problems: problems by name.
         launches_of: returns the launches of a problem.
         architectures: the architectures to compile for.
-        versions: names of problems that are also tested with other versions of the dependencies.
+        marks: marks of problems by name.
         since_89: names of problems with conversions to e4m3, which need sm_89.
     """
     return [
@@ -61,7 +61,7 @@ def launch_cases[P](
             place,
             arch,
             id=f"{name}, {launch.name} {place}-{arch}",
-            marks=[pytest.mark.versions] if name in versions else [],
+            marks=marks[name] if marks and name in marks else (),
         )
         for name, problem in problems.items()
         for place, launch in enumerate(launches_of(problem))

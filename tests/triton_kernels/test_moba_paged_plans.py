@@ -88,7 +88,8 @@ WITH_E4M3 = [name for name in PROBLEMS | PROMPTS if "e4m3" in name]
 
 @pytest.mark.covers(lambda name, place, arch: configurations([steps(PROBLEMS[name])[place]], arch))
 @pytest.mark.parametrize(
-    ("name", "place", "arch"), launch_cases(PROBLEMS, steps, (80, 90, 100), versions=["bfloat16"], since_89=WITH_E4M3)
+    ("name", "place", "arch"),
+    launch_cases(PROBLEMS, steps, (80, 90, 100), marks={"bfloat16": pytest.mark.versions}, since_89=WITH_E4M3),
 )
 def test_plan_fits_its_architecture(name, place, arch):
     problem = PROBLEMS[name]

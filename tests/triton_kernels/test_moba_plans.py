@@ -71,7 +71,9 @@ def launches(problem):
 
 
 @pytest.mark.covers(lambda name, place, arch: configurations([launches(PROBLEMS[name])[place]], arch))
-@pytest.mark.parametrize(("name", "place", "arch"), launch_cases(PROBLEMS, launches, (80, 90, 100), versions=["h128"]))
+@pytest.mark.parametrize(
+    ("name", "place", "arch"), launch_cases(PROBLEMS, launches, (80, 90, 100), marks={"h128": pytest.mark.versions})
+)
 def test_plan_fits_its_architecture(name, place, arch):
     problem = PROBLEMS[name]
     assert supports(problem) is None

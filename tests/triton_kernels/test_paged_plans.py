@@ -167,7 +167,7 @@ def test_e4m3_is_refused_where_gpus_have_no_conversion(name):
         PROBLEMS,
         launches,
         (80, 90, 100, 120),
-        versions=["one query", "prompts beside other sequences"],
+        marks=dict.fromkeys(["one query", "prompts beside other sequences"], pytest.mark.versions),
         since_89=WITH_E4M3,
     ),
 )
