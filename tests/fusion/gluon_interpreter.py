@@ -451,6 +451,10 @@ class _Values(Language):
             return Number(builtins.min(left, right))
         return (np.minimum if propagate_nan else np.fmin)(left, right)
 
+    def fma(self, left: Any, right: Any, term: Any) -> Array:
+        # Products of float32 are exact in float64, so only the sum is rounded.
+        return array((np.float64(left) * np.float64(right) + term).astype(np.float32))
+
     def where(self, condition: Any, left: Any, right: Any) -> Array:
         if isinstance(left, int) and isinstance(right, int) and np.ndim(condition) == 0:
             return Number(left if condition else right)

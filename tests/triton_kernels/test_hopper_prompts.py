@@ -225,6 +225,27 @@ def test_weights_at_the_largest_scores_neither_saturate_nor_vanish(scale):
             np.testing.assert_allclose(log_sum[begin:end, head], exponent, rtol=1e-6)
 
 
+def test_earlier_chunks_keep_their_share_at_large_scores():
+    """Exponents near 2^22 are rounded by up to 1/8, and by different amounts for the largest scores of two chunks."""
+    problem = dataclasses.replace(PROBLEMS["e4m3"], is_causal=False, scale=0.19164)
+    inputs = inputs_of(problem)
+    largest, token = EIGHT_BIT_FLOATS["float8_e4m3fn"].largest, np.arange(KEYS[1])
+    places = inputs["page_table"][1, token // problem.page_size], token % problem.page_size
+    # The chunk at the end comes first. Its scores are 14 below those of the first three keys.
+    is_low, is_high = token >= 256, token < 3
+    query = np.full(inputs["query"].shape, largest)
+    query[..., 0] = 2.0**-6
+    key, value = (np.array(inputs[name], np.float32) for name in ("key", "value"))
+    key[places] = np.where(is_low | is_high, largest, -largest)[:, None, None]
+    key[(*places, slice(None), 0)] = np.where(is_high, largest, -largest)[:, None]
+    value[places] = np.where(is_high, 0, 1)[:, None, None]
+    dtype = inputs["key"].dtype
+    plan, arrays = launch_of(problem, query=query.astype(dtype), key=key.astype(dtype), value=value.astype(dtype))
+    output = interpret_gluon(plan, *arrays)[0][OFFSETS[1] : OFFSETS[2]]
+    low = is_low.sum() * math.exp(-14 * problem.scale)
+    np.testing.assert_allclose(np.asarray(output, np.float32), low / (low + is_high.sum()), rtol=0.02)
+
+
 @pytest.mark.parametrize("naps", [SLOW_LOAD, SLOW_GROUP, SLOW_COMPUTE], ids=["load", "group", "compute"])
 @pytest.mark.parametrize("name", ["causal", "heads of 256", "e4m3", "e4m3, pages of 4", "e4m3, scales by token"])
 def test_results_do_not_depend_on_slow_warps(name, naps):

@@ -64,6 +64,7 @@ from blockdiag.triton_kernels.paged.hopper_prompts import (
     pool_rows,
     read_tile,
     score,
+    take_item,
 )
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 from blockdiag.triton_kernels.parts.resident_tiles import partial_sums
@@ -134,13 +135,14 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def zero_rows(value, rows):
+def zero_values(value, rows):
     """Zero the rows of a chunk from `rows` on. They are no keys of the sequence, and 0 * NaN would be NaN."""
     ROWS: gl.constexpr = value.shape[0]
     WORDS: gl.constexpr = value.shape[1] // 4
     LINES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [gl.num_warps(), 1], [1, 0])
     words = reinterpret(value, gl.int32, [ROWS, WORDS],
                         gl.NVMMASharedLayout(swizzle_byte_width=value.shape[1], element_bitwidth=32, rank=2))
+    # All rows at once would not be in registers.
     EACH: gl.constexpr = 32
     o_row = gl.expand_dims(gl.arange(0, EACH, gl.SliceLayout(1, LINES)), 1)
     for i in gl.static_range(ROWS // EACH):
@@ -160,7 +162,7 @@ def turn_values(memory, number, rows, SHAPE: gl.constexpr):
     mbarrier.wait(memory.staged.index(slot), number // SLOTS % 2)
     if SHAPE.box > 0:
         if rows < SHAPE.chunk:
-            zero_rows(memory.value.index(slot), rows)
+            zero_values(memory.value.index(slot), rows)
     mbarrier.wait(memory.value_empty.index(slot), number // SLOTS % 2 ^ 1)
     transpose_chunk(memory.value.index(slot), memory.turned.index(slot),
                     gl.NVMMASharedLayout(swizzle_byte_width=SHAPE.columns, element_bitwidth=32, rank=2))
@@ -220,12 +222,6 @@ def load_boxes(memory, arrays, boxes, scalars, chunk, keys, sequence, key_head, 
 
 
 @gluon.jit
-def take_item(arrays, scalars):
-    """Return the next item. One taken earlier might wait for the current one while another program is idle."""
-    return gl.atomic_add(arrays.counter, 1, sem="relaxed") + gl.num_programs(0)
-
-
-@gluon.jit
 def load(memory, arrays, boxes, scalars, SHAPE: gl.constexpr):
     """Take items, announce them, and load their keys and values in boxes."""
     items = scalars.num_tiles * SHAPE.key_heads
@@ -244,7 +240,7 @@ def load(memory, arrays, boxes, scalars, SHAPE: gl.constexpr):
                            SHAPE)
                 number += 1
             count += 1
-        item = take_item(arrays, scalars)
+        item = take_item(arrays)
     announce(memory, count, items, 0, 0)
 
 
@@ -301,7 +297,7 @@ def copy(memory, arrays, scalars, SHAPE: gl.constexpr):
                 number += 1
             turn_values(memory, number - 1, SHAPE.chunk, SHAPE)
             count += 1
-        item = take_item(arrays, scalars)
+        item = take_item(arrays)
         tile, key_head = place_of(item, scalars, SHAPE)
         row, queries, position, sequence, keys = read_tile(arrays, scalars, tile, SHAPE)
     announce(memory, count, items, 0, 0)
@@ -344,19 +340,23 @@ def finish_scores(memory, numbers, span, b_products, number, at, SHAPE: gl.const
 
 @gluon.jit
 def differences(b_score, b_base, b_last, unit):
-    """Return exponents of weights relative to the score `b_base`, + OFFSET, and of `b_last`'s weights."""
+    """Return what `exponents` does, from differences of scores, at any magnitude."""
     return (b_score - gl.expand_dims(b_base, 1)) * unit + OFFSET, (b_last - b_base) * unit
 
 
 @gluon.jit
 def exponents(b_score, b_base, b_last, unit, is_small, SHAPE: gl.constexpr):
-    """Return exponents of weights relative to the score `b_base`, + OFFSET, and of `b_last`'s weights."""
+    """Return exponents of weights relative to the score `b_base`, + OFFSET, and of the factor of earlier weights.
+
+    These are relative to the score `b_last`.
+    """
     if SHAPE.has_key_scale:
         b_power, b_shrink = differences(b_score, b_base, b_last, unit)
     elif is_small:
-        # One instruction for each score. The same rounded numbers are in both exponents.
+        # One instruction for each score. Exponents of all chunks contain the same rounded numbers, of up to 2^22, so
+        # the factor does, too. The largest weight may differ from 2^OFFSET by a factor of 2^(1/4).
         b_offset = OFFSET - b_base * unit
-        b_power = b_score * unit + gl.expand_dims(b_offset, 1)
+        b_power = gl.fma(b_score, unit, gl.expand_dims(b_offset, 1))
         b_shrink = b_offset - (OFFSET - b_last * unit)
     else:
         # At large scores, OFFSET would be lost beside a product, and weights would saturate.

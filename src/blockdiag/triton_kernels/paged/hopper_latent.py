@@ -47,7 +47,7 @@ from blockdiag.triton_kernels.paged.hopper_latent_keys import (
 )
 from blockdiag.triton_kernels.paged.hopper_prompts import COPYING, LOG2_E, copy_rows
 from blockdiag.triton_kernels.paged.places import rows_of_heads
-from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
+from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers, zero_rows
 from blockdiag.triton_kernels.parts.resident_tiles import partial_sums
 
 # The power of 2 up to which weights may grow before the results so far are scaled down.
@@ -114,15 +114,10 @@ def load_query(memory, arrays, span, GROUP: gl.constexpr, SHAPE: gl.constexpr, T
 
 @gluon.jit
 def zero_values(key, rows):
-    """Zero the rows of a chunk from `rows` on. They are no keys of the sequence, and 0 * NaN would be NaN."""
+    """Zero the rows of a chunk from `rows` on. They are no keys of the sequence."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    m_row = gl.expand_dims(gl.arange(0, key.shape[0], gl.SliceLayout(1, LINES)), 1) < rows
     for i in gl.static_range(key.shape[1] // 64):
-        columns = key.slice(i * 64, 64, 1)
-        b_value = columns.load(LINES)
-        # Each thread writes only what it has read. The compiler would put a barrier here anyway.
-        thread_barrier()
-        columns.store(gl.where(m_row, b_value, gl.full_like(b_value, 0.0)))
+        zero_rows(key.slice(i * 64, 64, 1), rows, LINES)
 
 
 @gluon.jit

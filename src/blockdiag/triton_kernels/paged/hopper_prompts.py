@@ -135,6 +135,12 @@ def place_of(item, scalars, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def take_item(arrays):
+    """Return the next item. One taken earlier might wait for the current one while another program is idle."""
+    return gl.atomic_add(arrays.counter, 1, sem="relaxed") + gl.num_programs(0)
+
+
+@gluon.jit
 def read_tile(arrays, scalars, tile, SHAPE: gl.constexpr):
     """Return a tile's first row, number of queries, first position and sequence, and the keys of the sequence."""
     p_tile = arrays.tiles + tile * 4
@@ -312,8 +318,7 @@ def load(memory, row_numbers, arrays, scalars, SHAPE: gl.constexpr):
                 load_values(memory, row_numbers, arrays, key_head, memory.value_full, number, SHAPE)
                 number += 1
             count += 1
-        # An item taken earlier might wait for this one while another program is idle.
-        item = gl.atomic_add(arrays.counter, 1, sem="relaxed") + gl.num_programs(0)
+        item = take_item(arrays)
         tile, key_head = place_of(item, scalars, SHAPE)
         row, queries, position, sequence, keys = read_tile(arrays, scalars, tile, SHAPE)
     announce(memory, count, items, 0, 0)

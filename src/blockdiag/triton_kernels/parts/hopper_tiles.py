@@ -75,6 +75,8 @@ def zero_rows(memory, rows, LAYOUT: gl.constexpr):
     """Zero a tile's rows from `rows` on. TMA loaded other sequences' rows there, and 0 * NaN would be NaN."""
     o_rows = gl.expand_dims(gl.arange(0, memory.shape[0], gl.SliceLayout(1, LAYOUT)), 1)
     b_tile = memory.load(LAYOUT)
+    # Each thread writes only what it has read. The compiler would put a barrier here anyway.
+    thread_barrier()
     memory.store(gl.where(o_rows < rows, b_tile, gl.full_like(b_tile, 0.0)))
 
 
