@@ -346,6 +346,11 @@ class _Engine:
         """Check that other programs may rely on what this thread has done."""
         assert not self.queues.stores and not self.queues.additions, "additions may not have been performed"
 
+    def suspend(self) -> Callable[[], None]:
+        """Return a function that makes the operations that this thread has not awaited those of its caller."""
+        started = dict(vars(self.queues))
+        return lambda: vars(self.queues).update(started)
+
     # Copies of lines
 
     def copy(self, memory: Shared, source: Global, mask: Any = True) -> None:
@@ -439,7 +444,8 @@ class _Values(Language):
         return Number(found) if found.ndim == 0 and found.dtype.kind == "i" else found
 
     def sum(self, tile: Array, axis: int) -> Array:
-        return tile.sum(axis, dtype=tile.dtype)
+        found = tile.sum(axis, dtype=tile.dtype)
+        return Number(found) if np.ndim(found) == 0 and found.dtype.kind == "i" else found
 
     def maximum(self, left: Any, right: Any, propagate_nan: bool = False) -> Any:
         if isinstance(left, int) and isinstance(right, int):
@@ -519,20 +525,22 @@ class _Values(Language):
         return Shared(values, self.races, None if self.races is None else Record(shape))
 
     def warp_specialize(self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], *numbers: object) -> None:
-        races = self.races
-        if races is None:
-            super().warp_specialize(functions, *numbers)
-            return
+        races, resume = self.races, self.suspend()
+        begin = None if races is None else races.begin()
 
         def entered(index: int, function: Callable[..., None]) -> Callable[..., None]:
             @functools.wraps(function)
             def run(*arguments: Any) -> None:
-                races.enter(index)
+                if races is not None:
+                    races.enter(index, begin)
+                if index == 0:
+                    # The warps of the first partition are those that began the program.
+                    resume()
                 function(*arguments)
 
             return run
 
-        found = [(entered(i + 1, function), arguments) for i, (function, arguments) in enumerate(functions)]
+        found = [(entered(i, function), arguments) for i, (function, arguments) in enumerate(functions)]
         super().warp_specialize(found, *numbers)
 
 
@@ -613,7 +621,7 @@ def _run(
     lines.commit_group, lines.wait_group = engine.commit_group, engine.wait_group
     lines.mbarrier_arrive = engine.arrive_after_copies
     language = _Values(program, plan.grid, warps, plan.options.num_warps, races)
-    language.release = engine.release
+    language.release, language.suspend = engine.release, engine.suspend
     words = {
         "gl": language, "tma": copy_engine, "async_copy": lines,
         "mbarrier": _Mbarrier(),

@@ -53,11 +53,13 @@ class Actor:
     Attributes:
         known: what each of its threads knows.
         shared: what all of its threads have done or known since their last barrier.
+        own: copies that each of its threads has started and awaited for itself.
     """
 
     index: int
     known: Known = field(default_factory=Known)
     shared: Known = field(default_factory=Known)
+    own: set[int] = field(default_factory=set)
 
     def tick(self) -> int:
         self.known.times[self.index] += 1
@@ -91,16 +93,21 @@ class Races:
         self._copies = 0
         # The copies that threads make, not the copy engine.
         self._by_threads: set[int] = set()
-        self._main = self.enter(0)
+        self._main = self._actors[threading.get_ident()] = Actor(0)
 
-    def enter(self, index: int) -> Actor:
-        """Make the calling thread an actor that knows what the first one knew at its last thread barrier."""
-        actor = Actor(index)
+    def begin(self) -> Known:
+        """Return what all threads of the program's first warps know, with which other partitions begin."""
+        known = Known()
+        known.learn(self._main.shared)
+        return known
+
+    def enter(self, index: int, begin: Known) -> None:
+        """Make the calling thread a partition. The one of index 0 has the warps that the program began with."""
+        actor = self._main if index == 0 else Actor(index)
         if index:
-            actor.known.learn(self._main.shared)
-            actor.shared.learn(self._main.shared)
+            actor.known.learn(begin)
+            actor.shared.learn(begin)
         self._actors[threading.get_ident()] = actor
-        return actor
 
     @property
     def _actor(self) -> Actor:
@@ -112,11 +119,13 @@ class Races:
         actor = self._actor
         actor.tick()
         actor.known.fences = np.maximum(actor.known.fences, actor.known.times)
-        actor.known.fenced = set(actor.known.copies)
+        actor.known.fenced = actor.known.copies | actor.own
 
     def thread_barrier(self) -> None:
         actor = self._actor
         actor.tick()
+        actor.known.learn(Known(copies=actor.own))
+        actor.own = set()
         actor.shared.learn(actor.known)
 
     def learn(self, known: Known) -> None:
@@ -130,7 +139,8 @@ class Races:
         return self._actor.shared
 
     def learn_copies(self, copies: Iterable[int]) -> None:
-        self.learn(Known(copies=set(copies)))
+        """Note that each thread of the calling actor has waited for its own part of some copies."""
+        self._actor.own |= set(copies)
 
     # Accesses
 

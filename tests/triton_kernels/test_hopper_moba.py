@@ -35,8 +35,10 @@ PROBLEMS = {
     "e5m2, scales of heads": prompt(
         64, 3, **SMALL | NARROW | CACHES["float8_e5m2"] | dict(value_scale="head", has_score_scale=True)
     ),
+    # Blocks with lists of more tiles than fit into shared memory.
+    "long lists": prompt(128, 2, **SMALL | dict(query_tokens=450, num_pages=80, max_pages=40)),
 }  # fmt: skip
-LENGTHS = [290, 200]
+LENGTHS = {"long lists": [640, 450]}
 
 
 def lists_of(problem: MoBAProblem, queries: np.ndarray) -> dict[str, np.ndarray]:
@@ -62,12 +64,12 @@ def run(arrays, launches) -> None:
 def launch_and_inputs(name: str) -> tuple[MoBALaunch, dict[str, np.ndarray]]:
     """Return the launch of a case and its inputs; rows of pages that no sequence has are NaN."""
     problem = PROBLEMS[name]
-    call, generator = problem.paged, np.random.default_rng(0)
+    call, generator, lengths = problem.paged, np.random.default_rng(0), LENGTHS.get(name, [290, 200])
     pool = (call.num_pages, call.page_size, call.key_heads)
     table = generator.permutation(call.num_pages)[: call.batch * call.max_pages].reshape(call.batch, -1)
     table = table.astype(np.int32) if call.has_page_table else np.arange(call.batch)[:, None]
     is_used = np.zeros(pool[:2], bool)
-    for pages, length in zip(table, LENGTHS, strict=True):
+    for pages, length in zip(table, lengths, strict=True):
         token = np.arange(length)
         is_used[pages[token // call.page_size], token % call.page_size] = True
 
@@ -77,7 +79,7 @@ def launch_and_inputs(name: str) -> tuple[MoBALaunch, dict[str, np.ndarray]]:
 
     by_head = (call.batch, call.key_heads)
     arrays = {
-        "kv_lengths": np.asarray(LENGTHS, np.int32),
+        "kv_lengths": np.asarray(lengths, np.int32),
         "query": generator.normal(size=(call.batch, call.query_tokens, call.query_heads, call.head_dim)).astype(
             jnp.dtype(call.query_dtype)
         ),

@@ -106,6 +106,15 @@ def test_hopper_kernels_are_chosen_where_they_fit():
     assert not kernels(dataclasses.replace(BASE, block_size=512, num_blocks=256)) & (hopper - {"moba_hopper_choose"})
 
 
+@pytest.mark.parametrize("name", ["h128", "grouped, fp16, masked, padded", "h64, fp16"])
+def test_two_programs_of_the_hopper_forward_kernel_share_a_multiprocessor(name):
+    launch = next(x for x in launches(PROBLEMS[name]) if x.kind == "blocks_forward")
+    report = report_of(launch.plan(Target.for_arch(90)), 90)
+    # A multiprocessor has 228 KiB of shared memory, of which each program takes 1 KiB for itself, and 65,536 registers.
+    assert 2 * (report.shared_bytes + 1024) <= 228 * 1024
+    assert 2 * report.num_warps * 32 * report.registers <= 65536
+
+
 def test_supports_names_what_the_kernels_decline():
     assert "head dimensions" in supports(dataclasses.replace(BASE, head_dim=20))
     assert "float64" in supports(dataclasses.replace(BASE, dtype="float64"))

@@ -4,21 +4,24 @@ import functools
 import inspect
 import re
 
+import numpy as np
 import pytest
 
 from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule
 from blockdiag.triton_kernels.dense import hopper_backward, hopper_eight_bit_forward, hopper_forward
 from blockdiag.triton_kernels.launch import plan as launch_plan
 from blockdiag.triton_kernels.launch.plan import Target
+from blockdiag.triton_kernels.moba import hopper_forward as moba_forward
 from blockdiag.triton_kernels.paged import hopper_eight_bit_prompts, hopper_latent, hopper_latent_keys, hopper_prompts
 from tests.fusion.codegen import test_one_pass, test_streamed
 from tests.fusion.gluon_interpreter import interpret_gluon
 from tests.fusion.thresholds import lifted
-from tests.triton_kernels import test_hopper_latent, test_hopper_prompts
+from tests.triton_kernels import test_hopper_latent, test_hopper_moba, test_hopper_prompts
 
 PROMPTS = ("causal", "heads of 256")
 EIGHT_BIT_PROMPTS = ("e4m3, scales by token", "e4m3, many chunks")
 LATENT = ("decoding", "pages of 3, both sides", "e4m3, scales of tokens")
+MOBA = ("long lists", "e4m3, scales of tokens")
 FORWARD = ("cross", "one_chunk", "causal", "wide_result", "three_halves", *(f"prompts, {name}" for name in PROMPTS))
 EIGHT_BIT_QUERIES = ("long_causal", "long_parts", "long_wide", "long_half")
 EIGHT_BIT_VALUES = ("long_values", "long_values_one_chunk", "long_values_e5m2", "long_values_many_chunks")
@@ -96,6 +99,9 @@ def launch_of(template, name):
         return test_hopper_prompts.launch_of(test_hopper_prompts.PROBLEMS[name.removeprefix("prompts, ")])
     if template in (hopper_latent, hopper_latent_keys):
         return test_hopper_latent.launch_of(test_hopper_latent.PROBLEMS[name])
+    if template is moba_forward:
+        launch, arrays = test_hopper_moba.launch_and_inputs(name)
+        return launch.plan(Target.for_arch(90)), [np.asarray(arrays[x]) for x in launch.input_names]
     if template in (hopper_forward, hopper_eight_bit_forward):
         spec, arrays = test_streamed.launch_of(test_streamed.ALL_CASES[name])
     else:
@@ -111,6 +117,7 @@ TEMPLATES = [
     (hopper_eight_bit_prompts, EIGHT_BIT_PROMPTS),
     (hopper_latent, LATENT),
     (hopper_latent_keys, LATENT),
+    (moba_forward, MOBA),
 ]
 
 

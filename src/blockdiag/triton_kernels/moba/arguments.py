@@ -77,6 +77,8 @@ class ItemsArrays(NamedTuple):
     """The arrays of the kernel that divides lists into work items."""
 
     counts: Argument
+    offsets: Argument
+    blocks: Argument
     items: Argument
 
 
@@ -98,10 +100,7 @@ class BlocksForwardArrays(NamedTuple):
     key: Argument
     value: Argument
     mask: Argument
-    blocks: Argument
     items: Argument
-    offsets: Argument
-    counts: Argument
     entries: Argument
     page_table: Argument
     score_scale: Argument
@@ -160,10 +159,7 @@ class QueryPartsArrays(NamedTuple):
     value: Argument
     output_cotangent: Argument
     mask: Argument
-    blocks: Argument
     items: Argument
-    offsets: Argument
-    counts: Argument
     entries: Argument
     score_start: Argument
     weight_start: Argument
@@ -263,7 +259,6 @@ class BlocksForwardScalars(NamedTuple):
     """
 
     query_tokens: Argument
-    num_blocks: Argument
     num_items: Argument
     first_head: Argument
     num_pages: Argument
@@ -295,7 +290,6 @@ class QueryPartsScalars(NamedTuple):
     """The run-time scalars of the kernel that computes parts of query gradients; see `BlocksForwardScalars`."""
 
     query_tokens: Argument
-    num_blocks: Argument
     num_items: Argument
     first_head: Argument
     scale: Argument

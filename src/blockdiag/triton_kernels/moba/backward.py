@@ -179,7 +179,7 @@ def load_gradient_rows(arrays, b_row, m_row, head, SHAPE: tl.constexpr, TILE: tl
 def moba_query_parts(arrays: QueryPartsArrays, scalars: QueryPartsScalars, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Compute the parts of the queries' gradients for blocks of several tiles.
 
-    Each program handles one chunk of one block's list.
+    Each program handles one item of `lists.moba_items`.
 
     SHAPE is a ListShape, TILE a ListTile.
     """
@@ -190,21 +190,18 @@ def moba_query_parts(arrays: QueryPartsArrays, scalars: QueryPartsScalars, SHAPE
     KEYS: tl.constexpr = TILE.keys
     PRECISION: tl.constexpr = TILE.precision
     head = scalars.first_head + tl.program_id(1)
-    p_item = arrays.items + (head.to(tl.int64) * scalars.num_items + tl.program_id(0)) * 2
-    block = tl.load(p_item)
-    if block < 0:
+    p_item = arrays.items + (head.to(tl.int64) * scalars.num_items + tl.program_id(0)) * 4
+    count = tl.load(p_item)
+    if count <= 0:
         return
-    first = tl.load(p_item + 1) * TILE.chunk
-    start = tl.load(arrays.blocks + block * 4)
-    end = start + tl.load(arrays.blocks + block * 4 + 1)
-    o_list = head.to(tl.int64) * scalars.num_blocks + block
-    p_list = arrays.entries + head.to(tl.int64) * (scalars.query_tokens * SLOTS) + tl.load(arrays.offsets + o_list)
-    last = tl.minimum(tl.load(arrays.counts + o_list), first + TILE.chunk)
+    p_list = arrays.entries + head.to(tl.int64) * (scalars.query_tokens * SLOTS) + tl.load(p_item + 1)
+    start = tl.load(p_item + 2)
+    end = start + tl.load(p_item + 3)
     key_head = head // SHAPE.group_size
     o_column = tl.arange(0, COLUMNS)
-    for at in range(first, last, ROWS):
+    for at in range(0, count, ROWS):
         o_entry = at + tl.arange(0, ROWS)
-        m_entry = o_entry < last
+        m_entry = o_entry < count
         b_pair = tl.load(p_list + o_entry, mask=m_entry, other=0)
         b_row = b_pair // SLOTS
         b_query, b_cotangent, b_score_start, b_weight_start = load_gradient_rows(

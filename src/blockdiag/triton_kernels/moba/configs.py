@@ -36,7 +36,7 @@ class Config:
         pairs: pairs that one step of the counting kernel compares with each other.
         chunk: entries of a block's list that one program handles.
         loop_stages: stages of the main loop's software pipeline.
-        max_registers: limit of registers per thread, to fit more programs on a multiprocessor; None leaves it to the
+        max_registers: limit of registers per thread, to fit more warps on a multiprocessor; None leaves it to the
             compiler.
     """
 
@@ -159,7 +159,8 @@ def config_of(problem: MoBAProblem, kind: str, arch: int, *, scales_values: bool
 def hopper_config(problem: MoBAProblem, kind: str, arch: int) -> Config | None:
     """Return the configuration of the Hopper kernel for a launch, or None if the plain kernel is used.
 
-    The speedups over the plain kernels are recorded in benchmarks/results/runs/2026-11-22-moba-kernels.csv.
+    The speedups over the plain kernels are recorded in benchmarks/results/runs/2026-11-22-moba-kernels.csv, and other
+    forms of "blocks_forward" in 2026-11-29-moba-forward.csv.
     """
     is_written_for = problem.dtype in SIXTEEN_BIT_FLOATS and problem.head_dim in (64, 128)
     if not is_written_for or not has_hopper_kernels(arch):
@@ -172,7 +173,8 @@ def hopper_config(problem: MoBAProblem, kind: str, arch: int) -> Config | None:
             few = 128 if problem.head_dim == 64 and not has_halves(problem) else 168
             return Config(rows=64, blocks=64, num_warps=4, max_registers=few if problem.slots <= 7 else None)
         case "blocks_forward" if is_whole:
-            return Config(rows=64, keys=keys, num_warps=4)
+            # Two programs of 8 warps on a multiprocessor.
+            return Config(rows=64, keys=keys, num_warps=4, max_registers=128)
         case "blocks_backward" if is_whole and keys == 128 and problem.is_causal and problem.slots > 0:
             return Config(rows=64, keys=keys, num_warps=8)
     return None

@@ -102,7 +102,7 @@ def moba_blocks_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScala
                         TILE: tl.constexpr):
     """Compute the partial outputs [query, head, slot, head_dim] of some of the heads.
 
-    Each program handles one chunk of one block's list.
+    Each program handles one item of `lists.moba_items`.
 
     SHAPE is a ListShape, TILE a BlockTile.
     """
@@ -113,23 +113,20 @@ def moba_blocks_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScala
     KEYS: tl.constexpr = TILE.keys
     PRECISION: tl.constexpr = TILE.precision
     head = scalars.first_head + tl.program_id(1)
-    p_item = arrays.items + (head.to(tl.int64) * scalars.num_items + tl.program_id(0)) * 2
-    block = tl.load(p_item)
-    if block < 0:
+    p_item = arrays.items + (head.to(tl.int64) * scalars.num_items + tl.program_id(0)) * 4
+    count = tl.load(p_item)
+    if count <= 0:
         return
-    first = tl.load(p_item + 1) * TILE.chunk
-    start = tl.load(arrays.blocks + block * 4)
-    end = start + tl.load(arrays.blocks + block * 4 + 1)
-    o_list = head.to(tl.int64) * scalars.num_blocks + block
-    p_list = arrays.entries + head.to(tl.int64) * (scalars.query_tokens * SLOTS) + tl.load(arrays.offsets + o_list)
-    last = tl.minimum(tl.load(arrays.counts + o_list), first + TILE.chunk)
+    p_list = arrays.entries + head.to(tl.int64) * (scalars.query_tokens * SLOTS) + tl.load(p_item + 1)
+    start = tl.load(p_item + 2)
+    end = start + tl.load(p_item + 3)
     key_head = head // SHAPE.group_size
     factor = score_factor(arrays, scalars, start, key_head, SHAPE)
     if TILE.key_tiles == 1:
         b_key, b_value, b_bias = load_keys(arrays, scalars, start, end, key_head, SHAPE, TILE)
-    for at in tl.range(first, last, ROWS, num_stages=TILE.loop_stages):
+    for at in tl.range(0, count, ROWS, num_stages=TILE.loop_stages):
         o_entry = at + tl.arange(0, ROWS)
-        m_entry = o_entry < last
+        m_entry = o_entry < count
         b_pair = tl.load(p_list + o_entry, mask=m_entry, other=0)
         b_token = b_pair // SLOTS
         b_query = load_rows(arrays.query, b_token, m_entry, head, SHAPE.query_heads, HEAD_DIM, COLUMNS)

@@ -141,7 +141,14 @@ def store_key_tile(target, b_tile, p_mask, start, length, head, SHAPE: gl.conste
 
 
 @gluon.jit
-def tile_places(p_list, at, listed, own_first, own_rows, own_tiles, head, part_head, SHAPE: gl.constexpr,
+def listed_pairs(p_list, at, listed, own_tiles, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start loading the pairs of a tile of listed queries; 0 where there are none, as in tiles of own queries."""
+    o_list = (at - own_tiles) * ROWS + gl.arange(0, ROWS, LAYOUT)
+    return gl.load(p_list + o_list, mask=(o_list >= 0) & (o_list < listed), other=0)
+
+
+@gluon.jit
+def tile_places(b_pair, at, listed, own_first, own_rows, own_tiles, head, part_head, SHAPE: gl.constexpr,
                 ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the places of a tile's queries and of their partial gradients, both counted in vectors of HEAD_DIM.
 
@@ -149,18 +156,11 @@ def tile_places(p_list, at, listed, own_first, own_rows, own_tiles, head, part_h
     gradients have the last slot. SHAPE is an OwnShape.
     """
     SLOTS: gl.constexpr = SHAPE.slots
-    o_row = gl.arange(0, ROWS, LAYOUT)
-    if at < own_tiles:
-        o_own = at * ROWS + o_row
-        m_row = o_own < own_rows
-        b_row = own_first + o_own
-        b_slot = gl.full([ROWS], SLOTS, gl.int32, LAYOUT)
-    else:
-        o_list = (at - own_tiles) * ROWS + o_row
-        m_row = o_list < listed
-        b_pair = gl.load(p_list + o_list, mask=m_row, other=0)
-        b_row = b_pair // SLOTS
-        b_slot = b_pair - b_row * SLOTS
+    o_own = at * ROWS + gl.arange(0, ROWS, LAYOUT)
+    is_own = at < own_tiles
+    b_row = gl.where(is_own, own_first + o_own, b_pair // SLOTS)
+    b_slot = gl.where(is_own, SLOTS, b_pair - b_row * SLOTS)
+    m_row = gl.where(is_own, o_own < own_rows, o_own - own_tiles * ROWS < listed)
     # 32 bits can count all the vectors that fit into memory.
     b_part = (b_row * SHAPE.part_heads + part_head) * (SLOTS + 1) + b_slot
     return gl.where(m_row, b_row * SHAPE.query_heads + head, -1), b_part
@@ -228,9 +228,12 @@ def carry(memory, arrays, block, key_head, own_first, own_rows, num_blocks, quer
                                  SLOTS)
         tiles = own_tiles + (listed + ROWS - 1) // ROWS
         part_head = gl.program_id(1) * GROUP + i
-        b_place, b_part = tile_places(p_list, 0, listed, own_first, own_rows, own_tiles, head, part_head,
-                                      SHAPE, ROWS, ONE)
+        b_pair = listed_pairs(p_list, 0, listed, own_tiles, ROWS, ONE)
         for at in range(tiles + 2):
+            b_place, b_part = tile_places(b_pair, at, listed, own_first, own_rows, own_tiles, head, part_head, SHAPE,
+                                          ROWS, ONE)
+            # The pairs of the next tile arrive while this tile is moved.
+            b_pair = listed_pairs(p_list, at + 1, listed, own_tiles, ROWS, ONE)
             places.index(at % PLACES).store(b_place)
             parts.index(at % PLACES).store(b_part)
             thread_barrier()
@@ -239,9 +242,6 @@ def carry(memory, arrays, block, key_head, own_first, own_rows, num_blocks, quer
                 mbarrier.wait(memory.empty.index(stage), filled // STAGES % 2 ^ 1)
                 load_async(memory.score_start.index(stage), arrays.score_start + b_place, mask=b_place >= 0)
                 load_async(memory.weight_start.index(stage), arrays.weight_start + b_place, mask=b_place >= 0)
-                # Load the next tile's places early to hide the latency.
-                b_place, b_part = tile_places(p_list, at + 1, listed, own_first, own_rows, own_tiles, head, part_head,
-                                              SHAPE, ROWS, ONE)
                 for part in gl.static_range(PARTS):
                     gather_rows(q_smem.index(stage).slice(part * PART, PART),
                                 do_smem.index(stage).slice(part * PART, PART),
@@ -304,6 +304,10 @@ def compute(memory, arrays, place, scalars, SHAPE: gl.constexpr):
     b_dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, D)
     used = 0
     sent = 0
+    # Meanwhile the other warps start to gather queries.
+    async_copy.wait_group(0)
+    fence_async_shared()
+    thread_barrier()
     for i in range(GROUP):
         head = place.key_head * GROUP + i
         listed = gl.load(arrays.counts + head.to(gl.int64) * scalars.num_blocks + place.block)
@@ -412,9 +416,6 @@ def moba_hopper_backward(arrays: BlocksBackwardArrays, scalars: BlocksBackwardSc
     load_key_tile(k_smem.index(0), arrays.key, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
     load_key_tile(v_smem.index(0), arrays.value, start, length, key_head, SHAPE.key_heads, HEAD_DIM, LINES)
     async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
-    thread_barrier()
     compute_memory = ComputeMemory(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem, full, empty,
                                    part_full, part_empty)
     carry_memory = CarryMemory(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty, part_full,

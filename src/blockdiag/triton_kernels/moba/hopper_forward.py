@@ -1,17 +1,22 @@
-"""A hand-scheduled Hopper version of `forward.moba_blocks_forward`.
+"""A warp-specialised Hopper version of `forward.moba_blocks_forward`.
 
-A block's keys and values stay in shared memory while the queries of its list stream through. The scores of a tile are
-computed during the softmax of the previous tile, and queries are gathered two tiles ahead.
+A block's keys and values stay in shared memory while the queries of its list stream through a ring of tiles. Four warps
+compute. They overwrite the queries of a tile with its partial output, so that they need no addresses. Four other warps
+gather queries and scatter partial outputs. Two programs share a multiprocessor: one computes a softmax during the
+products of the other.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
 # fmt: off
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -19,27 +24,164 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from blockdiag.triton_kernels.launch.gluon_names import load_async, thread_barrier
 from blockdiag.triton_kernels.moba.arguments import BlocksForwardArrays, BlocksForwardScalars
 from blockdiag.triton_kernels.moba.hopper_backward import load_key_tile
+from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 
-CODES = gl.constexpr(4)
+# Tiles of the ring. Two programs of 128 keys at heads of 128 have just enough shared memory for them.
+RING = gl.constexpr(3)
+CARRY_WARPS = gl.constexpr(4)
+CARRY_REGISTERS = gl.constexpr(80)
+
+
+class ListPlace(NamedTuple):
+    """The part of a block's list that a program handles.
+
+    Attributes:
+        pairs: pointer to the first pair, which is a query's token times SLOTS plus a slot.
+        count: the number of pairs.
+        head, part_head: the query head, and its number among the heads of the launch.
+    """
+
+    pairs: Any
+    count: Any
+    head: Any
+    part_head: Any
+
+
+class RingMemory(NamedTuple):
+    """The ring in shared memory.
+
+    Attributes:
+        tiles: [RING, ROWS, HEAD_DIM]; queries, then their partial outputs.
+        full, done: barriers of the tiles: queries have arrived; partial outputs are complete.
+    """
+
+    tiles: Any
+    full: Any
+    done: Any
+
+
+class BlockMemory(NamedTuple):
+    """Keys and values of the block in shared memory, and the factors of its keys' tokens if there are any."""
+
+    key: Any
+    value: Any
+    scales: Any
+
+
+class MovedArrays(NamedTuple):
+    """The arrays that the warps that gather and scatter read and write."""
+
+    query: Any
+    part: Any
 
 
 @gluon.jit
-def listed_pairs(p_list, at, last, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load the pairs of one tile of a block's list, -1 beyond its end."""
-    o_entry = at + gl.arange(0, ROWS, LAYOUT)
-    return gl.load(p_list + o_entry, mask=o_entry < last, other=-1)
+def listed_pairs(place, at, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load the pairs of tile `at` of a list, -1 beyond its end."""
+    o_pair = at * ROWS + gl.arange(0, ROWS, LAYOUT)
+    return gl.load(place.pairs + o_pair, mask=o_pair < place.count, other=-1)
 
 
 @gluon.jit
-def gather_queries(q_smem, pairs, query, head, QUERY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr,
-                   LINES: gl.constexpr):
-    """Start copying the queries of a tile into shared memory. Absent queries are zero."""
-    b_pair = pairs.load(gl.SliceLayout(1, LINES))
-    o_row = gl.expand_dims(gl.maximum(b_pair, 0) // SLOTS, 1)
+def part_rows(b_pair, part_head, SHAPE: gl.constexpr):
+    """Return the rows of pairs in [query, part head, slot], int64."""
+    return (b_pair // SHAPE.slots * (SHAPE.part_heads - 1) + part_head).to(gl.int64) * SHAPE.slots + b_pair
+
+
+@gluon.jit
+def carry(ring, arrays, place, SHAPE: gl.constexpr):
+    """Gather the queries of all tiles into the ring, and scatter the partial outputs, which follow two tiles later.
+
+    `ring` is a RingMemory, `arrays` a MovedArrays, `place` a ListPlace, SHAPE a ListShape.
+    """
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    ROWS: gl.constexpr = ring.tiles.shape[1]
+    DELAY: gl.constexpr = RING - 1
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [gl.num_warps(), 1], [1, 0])
+    # Each thread finds the rows that it moves on its own.
+    LINE: gl.constexpr = gl.SliceLayout(1, LINES)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
-    o_block = o_row.to(gl.int64) * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
-    load_async(q_smem, query + o_block, mask=(gl.expand_dims(b_pair, 1) >= 0) & (o_column >= 0))
-    async_copy.commit_group()
+    tiles = (place.count + ROWS - 1) // ROWS
+    b_pair = listed_pairs(place, 0, ROWS, LINE)
+    for at in range(tiles + DELAY):
+        if at < tiles:
+            # The tile that was here has been scattered.
+            b_row = (b_pair // SHAPE.slots * SHAPE.query_heads + place.head).to(gl.int64)
+            m_row = (gl.expand_dims(b_pair, 1) >= 0) & (o_column >= 0)
+            load_async(ring.tiles.index(at % RING), arrays.query + (gl.expand_dims(b_row, 1) * HEAD_DIM + o_column),
+                       mask=m_row)
+            # The copies arrive at the barrier when they complete.
+            async_copy.mbarrier_arrive(ring.full.index(at % RING), increment_count=False)
+            b_pair = listed_pairs(place, at + 1, ROWS, LINE)
+        if at >= DELAY:
+            done = at - DELAY
+            b_done = listed_pairs(place, done, ROWS, LINE)
+            m_done = (gl.expand_dims(b_done, 1) >= 0) & (o_column >= 0)
+            b_row = gl.expand_dims(part_rows(b_done, place.part_head, SHAPE), 1)
+            mbarrier.wait(ring.done.index(done % RING), done // RING % 2)
+            b_part = ring.tiles.index(done % RING).load(LINES)
+            gl.store(arrays.part + (b_row * HEAD_DIM + o_column), b_part, mask=m_done)
+            # The tile's memory may be written again.
+            thread_barrier()
+
+
+@gluon.jit
+def compute(ring, block, arrays, scalars, place, start, length, key_head, SHAPE: gl.constexpr):
+    """Compute the partial outputs and the log-sum-exps of all tiles.
+
+    `ring` is a RingMemory, `block` a BlockMemory, `place` a ListPlace, SHAPE a ListShape.
+    """
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    ROWS: gl.constexpr = ring.tiles.shape[1]
+    KEYS: gl.constexpr = block.key.shape[0]
+    WARPS: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = block.key.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
+    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
+    o_key = gl.arange(0, KEYS, gl.SliceLayout(0, S))
+    m_key = o_key < length
+    if SHAPE.has_mask:
+        m_key = m_key & (gl.load(arrays.mask + start + o_key, mask=m_key, other=0) != 0)
+    if SHAPE.has_score_scale:
+        sequence = start // scalars.max_keys
+        factor = gl.load(arrays.score_scale + sequence.to(gl.int64) * SHAPE.key_heads + key_head)
+    b_zero = gl.zeros([ROWS, KEYS], gl.float32, S)
+    b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, R)
+    # Meanwhile the other warps start to gather queries.
+    async_copy.wait_group(0)
+    fence_async_shared()
+    thread_barrier()
+    for at in range((place.count + ROWS - 1) // ROWS):
+        tile = ring.tiles.index(at % RING)
+        mbarrier.wait(ring.full.index(at % RING), at // RING % 2)
+        # Make the other threads' copies visible to the tensor cores.
+        fence_async_shared()
+        b_scores = warpgroup_mma(tile, block.key.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        b_here = listed_pairs(place, at, ROWS, gl.SliceLayout(1, S))
+        b_scores = warpgroup_mma_wait(0, deps=[b_scores])
+        # No warp reads the queries any more.
+        thread_barrier()
+        if SHAPE.has_score_scale:
+            b_scores *= factor
+        if SHAPE.has_key_scale:
+            b_scores *= gl.expand_dims(block.scales.load(gl.SliceLayout(0, S)), 0)
+        if SHAPE.has_mask or length < KEYS:
+            b_scores = gl.where(gl.expand_dims(m_key, 0), b_scores, float("-inf"))
+        b_max = gl.max(b_scores, 1) * scalars.scale_log2
+        b_base = gl.where(b_max == float("-inf"), 0.0, b_max)
+        b_p = gl.exp2(b_scores * scalars.scale_log2 - gl.expand_dims(b_base, 1))
+        b_output = warpgroup_mma(gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, R, 2)), block.value, b_none,
+                                 use_acc=False, is_async=True)
+        b_sum = gl.sum(b_p, 1)
+        # `!= 0` instead of `> 0`, so that a row with a NaN score gets NaN as its log-sum-exp.
+        m_seen = b_sum != 0
+        b_norm = gl.convert_layout(gl.where(m_seen, 1.0 / b_sum, 0.0), gl.SliceLayout(1, R))
+        gl.store(arrays.part_sum + part_rows(b_here, place.part_head, SHAPE),
+                 gl.where(m_seen, b_max + gl.log2(b_sum), float("-inf")), mask=b_here >= 0)
+        b_output = warpgroup_mma_wait(0, deps=[b_output])
+        tile.store((b_output * gl.expand_dims(b_norm, 1)).to(dtype))
+        thread_barrier()
+        mbarrier.arrive(ring.done.index(at % RING), count=1)
 
 
 @gluon.jit
@@ -95,103 +237,47 @@ def moba_hopper_forward(arrays: BlocksForwardArrays, scalars: BlocksForwardScala
                         TILE: gl.constexpr):
     """Compute the partial outputs [query, head, slot, head_dim] of some of the heads.
 
-    Each program handles one chunk of one block's list.
+    Each program handles one item of `lists.moba_items`.
 
     SHAPE is a ListShape, TILE a BlockTile.
     """
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
-    SLOTS: gl.constexpr = SHAPE.slots
-    ROWS: gl.constexpr = TILE.rows
     KEYS: gl.constexpr = TILE.keys
     head = scalars.first_head + gl.program_id(1)
-    p_item = arrays.items + (head.to(gl.int64) * scalars.num_items + gl.program_id(0)) * 2
-    block = gl.load(p_item)
-    if block < 0:
+    p_item = arrays.items + (head.to(gl.int64) * scalars.num_items + gl.program_id(0)) * 4
+    count = gl.load(p_item)
+    if count <= 0:
         return
-    first = gl.load(p_item + 1) * TILE.chunk
-    start = gl.load(arrays.blocks + block * 4)
-    length = gl.load(arrays.blocks + block * 4 + 1)
-    o_list = head.to(gl.int64) * scalars.num_blocks + block
-    p_list = arrays.entries + head.to(gl.int64) * (scalars.query_tokens * SLOTS) + gl.load(arrays.offsets + o_list)
-    last = gl.minimum(gl.load(arrays.counts + o_list), first + TILE.chunk)
+    first = gl.load(p_item + 1)
+    start = gl.load(p_item + 2)
+    length = gl.load(p_item + 3)
+    p_list = arrays.entries + head.to(gl.int64) * (scalars.query_tokens * SHAPE.slots) + first
+    place = ListPlace(p_list, count, head, gl.program_id(1))
     key_head = head // SHAPE.group_size
-    WARPS: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = arrays.query.dtype.element_ty
     MEMORY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
-    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [gl.num_warps(), 1], [1, 0])
     k_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], MEMORY)
     v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], MEMORY)
-    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], MEMORY)
-    pairs = gl.allocate_shared_memory(gl.int32, [CODES, ROWS], PLAIN)
+    tiles = gl.allocate_shared_memory(dtype, [RING, TILE.rows, HEAD_DIM], MEMORY)
+    full = make_barriers(RING, 32 * CARRY_WARPS)
+    done = make_barriers(RING, 1)
     load_block(k_smem, v_smem, arrays, scalars, start, length, key_head, SHAPE, LINES)
+    async_copy.commit_group()
+    scales = k_smem
     if SHAPE.has_key_scale:
-        scales = gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN)
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        scales = gl.allocate_shared_memory(gl.float32, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         o_row = gl.arange(0, KEYS, ONE)
         b_row = key_rows(arrays, scalars, start + o_row, o_row < length, SHAPE)
         scales.store(gl.load(arrays.key_scale + (b_row * SHAPE.key_heads + key_head), mask=o_row < length, other=0.0))
-    for j in gl.static_range(3):
-        pairs.index(j).store(listed_pairs(p_list, first + j * ROWS, last, ROWS, ONE))
-    thread_barrier()
-    for j in gl.static_range(2):
-        gather_queries(q_smem.index(j), pairs.index(j), arrays.query, head, SHAPE.query_heads, HEAD_DIM, SLOTS, LINES)
-    o_key = gl.arange(0, KEYS, gl.SliceLayout(0, S))
-    m_key = o_key < length
-    if SHAPE.has_mask:
-        m_key = m_key & (gl.load(arrays.mask + start + o_key, mask=m_key, other=0) != 0)
-    if SHAPE.has_score_scale:
-        sequence = start // scalars.max_keys
-        factor = gl.load(arrays.score_scale + sequence.to(gl.int64) * SHAPE.key_heads + key_head)
-    b_zero = gl.zeros([ROWS, KEYS], gl.float32, S)
-    b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, R)
-    async_copy.wait_group(1)
-    fence_async_shared()
-    thread_barrier()
-    b_next = warpgroup_mma(q_smem.index(0), k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    b_scores = warpgroup_mma_wait(0, deps=[b_next])
-    thread_barrier()
-    for at in range((last - first + ROWS - 1) // ROWS):
-        # The scores of this tile are ready, so the queries after the next tile's can overwrite its queries.
-        gather_queries(q_smem.index(at % 2), pairs.index((at + 2) % CODES), arrays.query, head, SHAPE.query_heads,
-                       HEAD_DIM, SLOTS,
-                       LINES)
-        b_pair = listed_pairs(p_list, first + (at + 3) * ROWS, last, ROWS, ONE)
-        async_copy.wait_group(1)
-        fence_async_shared()
-        thread_barrier()
-        b_next = warpgroup_mma(q_smem.index((at + 1) % 2), k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-        if SHAPE.has_score_scale:
-            b_scores *= factor
-        if SHAPE.has_key_scale:
-            b_scores *= gl.expand_dims(scales.load(gl.SliceLayout(0, S)), 0)
-        if SHAPE.has_mask or length < KEYS:
-            b_scores = gl.where(gl.expand_dims(m_key, 0), b_scores, float("-inf"))
-        b_max = gl.max(b_scores, 1) * scalars.scale_log2
-        b_base = gl.where(b_max == float("-inf"), 0.0, b_max)
-        b_p = gl.exp2(b_scores * scalars.scale_log2 - gl.expand_dims(b_base, 1))
-        b_sum = gl.sum(b_p, 1)
-        b_output = warpgroup_mma(gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, R, 2)), v_smem, b_none,
-                                 use_acc=False, is_async=True)
-        # `!= 0` instead of `> 0`, so that a row with a NaN score gets NaN as its log-sum-exp.
-        m_seen = b_sum != 0
-        b_norm = gl.convert_layout(gl.where(m_seen, 1.0 / b_sum, 0.0), gl.SliceLayout(1, R))
-        b_here = pairs.index(at % CODES).load(gl.SliceLayout(1, S))
-        o_part = (b_here // SLOTS * (SHAPE.part_heads - 1) + gl.program_id(1)).to(gl.int64) * SLOTS + b_here
-        gl.store(arrays.part_sum + o_part, gl.where(m_seen, b_max + gl.log2(b_sum), float("-inf")), mask=b_here >= 0)
-        pairs.index((at + 3) % CODES).store(b_pair)
-        b_scores, b_output = warpgroup_mma_wait(0, deps=[b_next, b_output])
-        thread_barrier()
-        b_part = gl.convert_layout((b_output * gl.expand_dims(b_norm, 1)).to(dtype), LINES)
-        b_here = gl.expand_dims(pairs.index(at % CODES).load(gl.SliceLayout(1, LINES)), 1)
-        o_part = (b_here // SLOTS * (SHAPE.part_heads - 1) + gl.program_id(1)).to(gl.int64) * SLOTS + b_here
-        o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
-        gl.store(arrays.part + o_part * HEAD_DIM + o_column, b_part, mask=(b_here >= 0) & (o_column >= 0))
-    async_copy.wait_group(0)
-    if SHAPE.has_key_scale:
-        scales._keep_alive()
-    k_smem._keep_alive()
-    v_smem._keep_alive()
-    q_smem._keep_alive()
+    ring = RingMemory(tiles, full, done)
+    block_memory = BlockMemory(k_smem, v_smem, scales)
+    gl.warp_specialize(
+        [
+            (compute, (ring, block_memory, arrays, scalars, place, start, length, key_head, SHAPE)),
+            (carry, (ring, MovedArrays(arrays.query, arrays.part), place, SHAPE)),
+        ],
+        [CARRY_WARPS],
+        [CARRY_REGISTERS],
+    )

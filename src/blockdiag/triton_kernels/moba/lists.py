@@ -155,7 +155,10 @@ def moba_entries(arrays: EntriesArrays, scalars: EntriesScalars, SLOTS: tl.const
 
 @triton.jit
 def moba_items(arrays: ItemsArrays, scalars: ItemsScalars, TILE: tl.constexpr):
-    """Write the work items (block, chunk of its list), int32 [head, item, 2], -1 after the last.
+    """Write the work items of each head, int32 [head, item, 4]. An item is a chunk of a block's list.
+
+    Its numbers are the pairs of the chunk, the place of the first one among the head's entries, and the first row and
+    the number of the block's keys. Those after the last item are 0.
 
     TILE is an ItemTile.
     """
@@ -163,19 +166,25 @@ def moba_items(arrays: ItemsArrays, scalars: ItemsScalars, TILE: tl.constexpr):
     num_blocks = scalars.num_blocks
     num_items = scalars.num_items
     head = tl.program_id(0).to(tl.int64)
-    p_item = arrays.items + head * num_items * 2
+    p_item = arrays.items + head * num_items * 4
     total = 0
     for first in range(0, num_blocks, BLOCKS):
         o_block = first + tl.arange(0, BLOCKS)
-        b_count = tl.load(arrays.counts + head * num_blocks + o_block, mask=o_block < num_blocks, other=0)
+        m_block = o_block < num_blocks
+        b_count = tl.load(arrays.counts + head * num_blocks + o_block, mask=m_block, other=0)
+        b_offset = tl.load(arrays.offsets + head * num_blocks + o_block, mask=m_block, other=0)
+        b_start = tl.load(arrays.blocks + o_block * 4, mask=m_block, other=0)
+        b_length = tl.load(arrays.blocks + o_block * 4 + 1, mask=m_block, other=0)
         b_chunks = (b_count + TILE.chunk - 1) // TILE.chunk
         b_first = total + tl.cumsum(b_chunks, 0) - b_chunks
         for chunk in range(0, tl.max(b_chunks, 0)):
             m_chunk = chunk < b_chunks
-            tl.store(p_item + (b_first + chunk) * 2, o_block, mask=m_chunk)
-            tl.store(p_item + (b_first + chunk) * 2 + 1, chunk + o_block * 0, mask=m_chunk)
+            p_chunk = p_item + (b_first + chunk) * 4
+            tl.store(p_chunk, tl.minimum(b_count - chunk * TILE.chunk, TILE.chunk), mask=m_chunk)
+            tl.store(p_chunk + 1, b_offset + chunk * TILE.chunk, mask=m_chunk)
+            tl.store(p_chunk + 2, b_start, mask=m_chunk)
+            tl.store(p_chunk + 3, b_length, mask=m_chunk)
         total += tl.sum(b_chunks, 0)
-    for first in range(total, num_items, BLOCKS):
-        o_item = first + tl.arange(0, BLOCKS)
-        tl.store(p_item + o_item * 2, o_item * 0 - 1, mask=o_item < num_items)
-        tl.store(p_item + o_item * 2 + 1, o_item * 0, mask=o_item < num_items)
+    for first in range(total * 4, num_items * 4, BLOCKS):
+        o_number = first + tl.arange(0, BLOCKS)
+        tl.store(p_item + o_number, o_number * 0, mask=o_number < num_items * 4)

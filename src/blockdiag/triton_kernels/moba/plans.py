@@ -106,10 +106,8 @@ _KINDS: Mapping[str, _Arrays] = {
     "add_spans": _Arrays("lists", ("counters",), ("counts",)),
     "offsets": _Arrays("lists", ("counters", "counts"), ("offsets", "before")),
     "entries": _Arrays("lists", ("chosen", "ranks", "before"), ("entries", "degrees")),
-    "items": _Arrays("lists", ("counts",), ("items",)),
-    "blocks_forward": _Arrays(
-        "forward", (*_OPERANDS, "mask", "blocks", "items", *_LISTS, *_CACHE), ("part", "part_sum")
-    ),
+    "items": _Arrays("lists", ("counts", "offsets", "blocks"), ("items",)),
+    "blocks_forward": _Arrays("forward", (*_OPERANDS, "mask", "items", "entries", *_CACHE), ("part", "part_sum")),
     "merge_forward": _Arrays(
         "forward",
         (*_OPERANDS, "mask", "queries", "own", "degrees", *_CACHE, "part", "part_sum"),
@@ -122,7 +120,7 @@ _KINDS: Mapping[str, _Arrays] = {
         ("part", *_KEY_GRADIENTS),
     ),
     "query_parts": _Arrays(
-        "backward", (*_OPERANDS, "output_cotangent", "mask", "blocks", "items", *_LISTS, *_STARTS), ("part",)
+        "backward", (*_OPERANDS, "output_cotangent", "mask", "items", "entries", *_STARTS), ("part",)
     ),
     "merge_backward": _Arrays(
         "backward",
@@ -470,7 +468,7 @@ class MoBALaunch:
                 return TensorSpec((heads, tokens * problem.slots), "int32")
             case "items":
                 config = config_of(problem, self.kind, 90)
-                return TensorSpec((heads, self._num_items(config), 2), "int32")
+                return TensorSpec((heads, self._num_items(config), 4), "int32")
             case "part":
                 slots = problem.slots if self.kind.endswith("forward") else self._part_slots
                 return TensorSpec((tokens, self._query_heads, slots, head_dim), problem.dtype)
