@@ -18,17 +18,18 @@ from blockdiag.triton_kernels.launch.compile import CompiledLaunch, compile_plan
 from blockdiag.triton_kernels.launch.plan import LaunchPlan, Target
 from blockdiag.triton_kernels.launch.sass import loop_depths
 
+# Those that begin with a word are found faster than those that begin with its boundary.
 _PTX_PATTERNS = {
-    "wgmma": r"\bwgmma\.mma_async\b",
-    "tcgen05.mma": r"\btcgen05\.mma\b",
-    "mma.sync": r"\bmma\.sync\b",
-    "cp.async.bulk.tensor": r"\bcp\.async\.bulk\.tensor\b",
-    "cp.async": r"\bcp\.async\.c[ag]\b",
-    "ldmatrix": r"\bldmatrix\b",
-    "ex2": r"\bex2\.approx\b",
+    "wgmma": r"wgmma\.mma_async\b",
+    "tcgen05.mma": r"tcgen05\.mma\b",
+    "mma.sync": r"mma\.sync\b",
+    "cp.async.bulk.tensor": r"cp\.async\.bulk\.tensor\b",
+    "cp.async": r"cp\.async\.c[ag]\b",
+    "ldmatrix": r"ldmatrix\b",
+    "ex2": r"ex2\.approx\b",
     "atom": r"\b(?:atom|red)\.(?:global|gpu|sys|relaxed|acq_rel|add)",
     "f64": r"\.f64\b",
-    "trap": r"\btrap;",
+    "trap": r"trap;",
 }
 
 # Machine instructions by the beginning of their mnemonic.
