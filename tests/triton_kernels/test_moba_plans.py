@@ -72,7 +72,12 @@ def launches(problem):
 
 @pytest.mark.covers(lambda name, place, arch: configurations([launches(PROBLEMS[name])[place]], arch))
 @pytest.mark.parametrize(
-    ("name", "place", "arch"), launch_cases(PROBLEMS, launches, (80, 90, 100), marks={"h128": pytest.mark.versions})
+    ("name", "place", "arch"),
+    [
+        *launch_cases(PROBLEMS, launches, (80, 90, 100), marks={"h128": pytest.mark.versions}),
+        # The widest heads. sm_120 has the instructions of sm_80 and less shared memory.
+        *launch_cases({"h256, not causal": PROBLEMS["h256, not causal"]}, launches, (120,)),
+    ],
 )
 def test_plan_fits_its_architecture(name, place, arch):
     problem = PROBLEMS[name]
@@ -85,7 +90,7 @@ def test_plan_fits_its_architecture(name, place, arch):
     in_loops = sum(count for depth, count in report.local_accesses.items() if depth > 0)
     assert in_loops <= KNOWN_SPILLS.get((name, launch.kind, arch), 0), str(report)
     if launch.kind in WITH_PRODUCTS and problem.dtype != "float32":
-        instructions = {80: ["mma.sync"], 90: ["wgmma"], 100: ["tcgen05.mma"]}[arch]
+        instructions = {80: ["mma.sync"], 90: ["wgmma"], 100: ["tcgen05.mma"], 120: ["mma.sync"]}[arch]
         if problem.head_dim > 128:
             # Tiles of fewer than 64 rows are too small for the newer instructions.
             instructions = [*instructions, "mma.sync"]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from blockdiag.common.dtype_table import SIXTEEN_BIT_FLOATS
 from blockdiag.ops.moba.problem import MoBAProblem
+from blockdiag.triton_kernels.launch.compile import shared_limit
 from blockdiag.triton_kernels.launch.compiler_versions import Adjustment
 from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2, uses_mma_sync
@@ -143,7 +144,9 @@ def config_of(problem: MoBAProblem, kind: str, arch: int, *, scales_values: bool
         case "merge_backward":
             return Config(rows=32, keys=min(keys, 64), num_warps=wide_warps, loop_stages=2 if is_crowded else 3)
         case "query_parts":
-            return Config(rows=32 if is_wide else 64, keys=min(keys, 64), num_warps=8)
+            # Consumer GPUs have less shared memory.
+            few_keys = 32 if is_wide and (shared_limit(arch) or 0) < 128 << 10 else 64
+            return Config(rows=32 if is_wide else 64, keys=min(keys, few_keys), num_warps=8)
         case "starts":
             return Config(rows=32)
         case "blocks_backward":
