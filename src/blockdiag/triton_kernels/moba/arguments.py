@@ -521,18 +521,7 @@ class RowTile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ListTile(RowTile):
-    """Tiles of kernels over lists.
-
-    Attributes:
-        chunk: entries of a list that one program handles.
-    """
-
-    chunk: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockTile(ListTile):
+class BlockTile(RowTile):
     """Tiles of kernels that hold a block's keys.
 
     Attributes:

@@ -181,7 +181,7 @@ def moba_query_parts(arrays: QueryPartsArrays, scalars: QueryPartsScalars, SHAPE
 
     Each program handles one item of `lists.moba_items`.
 
-    SHAPE is a ListShape, TILE a ListTile.
+    SHAPE is a ListShape, TILE a RowTile.
     """
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     COLUMNS: tl.constexpr = TILE.columns

@@ -47,7 +47,6 @@ from blockdiag.triton_kernels.moba.arguments import (
     ItemsScalars,
     ItemTile,
     ListShape,
-    ListTile,
     MaskedCentroidShape,
     MergeBackwardArrays,
     MergeBackwardScalars,
@@ -152,7 +151,7 @@ _GROUPS: Mapping[str, _Groups] = {
     "blocks_forward": _Groups(BlocksForwardArrays, BlocksForwardScalars, ListShape, BlockTile),
     "merge_forward": _Groups(MergeForwardArrays, MergeForwardScalars, OwnShape, MergeTile),
     "blocks_backward": _Groups(BlocksBackwardArrays, BlocksBackwardScalars, OwnShape, BlockTile),
-    "query_parts": _Groups(QueryPartsArrays, QueryPartsScalars, ListShape, ListTile),
+    "query_parts": _Groups(QueryPartsArrays, QueryPartsScalars, ListShape, RowTile),
     "merge_backward": _Groups(MergeBackwardArrays, MergeBackwardScalars, OwnShape, RowTile),
 }
 
