@@ -73,6 +73,10 @@ PART_NUMBERS = gl.constexpr(1024)
 # The fewest registers per thread that hardware allows, so that each computing thread gets 240. With 232, the compiler
 # would serialise products.
 FEW_REGISTERS = gl.constexpr(24)
+# The columns of a matrix whose rows hold the parts of a number: the fewest that a product takes.
+NUMBER_PARTS = gl.constexpr(16)
+# The layout of such a matrix in the loading warp.
+OF_NUMBERS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [1, 1], [1, 0]))
 LOG2_E = gl.constexpr(1.4426950408889634)
 # A loop counter shifted right by this many bits is 0.
 _FAR = gl.constexpr(28)
@@ -166,17 +170,19 @@ class BackwardMemory(NamedTuple):
     value: Any
     query: Any
     cotangent: Any
-    log_sum: Any
-    delta: Any
+    base_parts: Any
+    delta_parts: Any
+    base: Any
     slope: Any
     part: Any
     weights: Any
     key_full: Any
     query_full: Any
-    query_empty: Any
+    query_read: Any
     cotangent_full: Any
-    cotangent_empty: Any
-    part_full: Any
+    cotangent_read: Any
+    numbers_full: Any
+    visited: Any
     part_empty: Any
 
 
@@ -235,11 +241,18 @@ def zero_part(ROWS: gl.constexpr, WIDTH: gl.constexpr, SPLITS_FEATURES: gl.const
 
 
 @gluon.jit
-def start_products(lefts, rights, zero, stage, b_start, b_zero):
-    """Start the products of keys or values with a tile of queries or cotangents; add a number per query to them."""
-    b_sum, _b_zero = gl.broadcast(gl.expand_dims(b_start, 0), b_zero)
+def start_numbers(parts, b_zero):
+    """Start a product that is a number of each query, whose parts `store_number` wrote, in all rows of a tile."""
+    b_ones = gl.full([b_zero.shape[0], NUMBER_PARTS], 1.0, gl.bfloat16, gl.DotOperandLayout(0, b_zero.type.layout, 2))
+    return warpgroup_mma(b_ones, parts.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_products(lefts, rights, zero, stage, b_sum, USE_SUM: gl.constexpr):
+    """Start the products of keys or values with a tile of queries or cotangents; add them to `b_sum` if USE_SUM."""
     for i in gl.static_range(len(lefts)):
-        b_sum = warpgroup_mma(lefts[i].index(zero), rights[i].index(stage).permute((1, 0)), b_sum, is_async=True)
+        b_sum = warpgroup_mma(lefts[i].index(zero), rights[i].index(stage).permute((1, 0)), b_sum,
+                              use_acc=USE_SUM or i > 0, is_async=True)
     return b_sum
 
 
@@ -284,21 +297,24 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
     S: gl.constexpr = b_zero.type.layout
     dtype: gl.constexpr = memory.key[0].dtype
     stage = number % STAGES
+    visit_place = number % (REDUCERS * STAGES)
     # This is 0, but the compiler does not know it. With a constant it would compute all addresses of operands before
     # the loop and keep them in registers.
     zero = number >> _FAR
     slope = memory.slope.index(zero)
+    mbarrier.wait(memory.numbers_full.index(stage), number // STAGES % 2)
     mbarrier.wait(memory.query_full.index(stage), number // STAGES % 2)
-    b_base = memory.log_sum.index(stage).load(gl.SliceLayout(0, S))
-    b_base = gl.where(b_base == float("-inf"), 0.0, b_base * LOG2_E)
     if SHAPE.is_bare:
-        b_products = start_products(memory.key, memory.query, zero, stage, b_base * (-1.0 / SHAPE.unit), b_zero)
+        b_products = start_numbers(memory.base_parts.index(stage), b_zero)
+        b_products = start_products(memory.key, memory.query, zero, stage, b_products, True)
     else:
-        b_products = start_products(memory.key, memory.query, zero, stage, gl.full_like(b_base, 0.0), b_zero)
+        # The load precedes the products, because it would wait for theirs.
+        b_base = memory.base.index(stage).load(gl.SliceLayout(0, S))
+        b_products = start_products(memory.key, memory.query, zero, stage, b_zero, False)
     mbarrier.wait(memory.cotangent_full.index(stage), number // STAGES % 2)
-    b_weighed = start_products(memory.value, memory.cotangent, zero, stage,
-                               -memory.delta.index(stage).load(gl.SliceLayout(0, S)), b_zero)
-    b_products = warpgroup_mma_wait(len(memory.value), deps=[b_products])
+    b_weighed = start_numbers(memory.delta_parts.index(stage), b_zero)
+    b_weighed = start_products(memory.value, memory.cotangent, zero, stage, b_weighed, True)
+    b_products = warpgroup_mma_wait(len(memory.value) + 1, deps=[b_products])
     if SHAPE.masks == "some":
         if is_masked != 0:
             b_score = FUNCTIONS.score(arrays, place, r_q, r_k, b_products)
@@ -333,12 +349,12 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
         # Queries and cotangents have one slot each, which is freed as soon as possible.
         b_dv = finished(0, b_dv)
         thread_barrier()
-        mbarrier.arrive(memory.cotangent_empty.index(stage), count=1)
+        mbarrier.arrive(memory.cotangent_read.index(visit_place), count=1)
         b_dk = start_sums(slope, memory.query, stage, b_dk, False, True)
         b_dq = start_sums(slope.permute((1, 0)), memory.key, zero, b_none, False, False)
         b_dk = finished(len(b_dq), b_dk)
         thread_barrier()
-        mbarrier.arrive(memory.query_empty.index(stage), count=1)
+        mbarrier.arrive(memory.query_read.index(visit_place), count=1)
         b_dq = finished(0, b_dq)
         send_part(memory, b_dq, number, BUFFERS, SHAPE.adds_in_bulk)
         thread_barrier()
@@ -353,10 +369,16 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
         send_part(memory, b_dq, number, BUFFERS, SHAPE.adds_in_bulk)
         b_dk, b_dv = both_finished(0, b_dk, b_dv)
         thread_barrier()
-        mbarrier.arrive(memory.query_empty.index(stage), count=1)
-        mbarrier.arrive(memory.cotangent_empty.index(stage), count=1)
-    mbarrier.arrive(memory.part_full.index(number % REDUCERS), count=1)
+    mbarrier.arrive(memory.visited.index(visit_place), count=1)
     return b_dk, b_dv
+
+
+@gluon.jit
+def await_visit(barriers, number, SHAPE: gl.constexpr):
+    """Wait until visit `number` has arrived at a barrier; there is none if it is negative."""
+    COUNT: gl.constexpr = REDUCERS * SHAPE.stages
+    later = number + COUNT
+    mbarrier.wait(barriers.index(later % COUNT), later // COUNT % 2 ^ 1)
 
 
 @gluon.jit
@@ -450,14 +472,26 @@ def next_tile(walk, at, code, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def store_number(parts, b_number):
+    """Write a number of each row as three bfloat16 numbers, whose sum has all its bits, and zeros."""
+    b_first = b_number.to(gl.bfloat16)
+    b_rest = b_number - b_first.to(gl.float32)
+    b_second = b_rest.to(gl.bfloat16)
+    b_third = (b_rest - b_second.to(gl.float32)).to(gl.bfloat16)
+    o_part = gl.expand_dims(gl.arange(0, NUMBER_PARTS, gl.SliceLayout(0, OF_NUMBERS)), 0)
+    b_parts = gl.where(o_part == 1, gl.expand_dims(b_second, 1), gl.expand_dims(b_third, 1))
+    b_parts = gl.where(o_part == 0, gl.expand_dims(b_first, 1), b_parts)
+    parts.store(gl.where(o_part < 3, b_parts, 0.0))
+
+
+@gluon.jit
 def load(memory, matrices, p_log_sum, p_delta, own, walk, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Load the program's keys and values, and fill the rings with tiles of queries and cotangents."""
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BYTES: gl.constexpr = 2 * SHAPE.width
-    o_row = gl.arange(0, M, LINE)
+    o_row = gl.arange(0, M, gl.SliceLayout(1, OF_NUMBERS))
     place = FUNCTIONS.place(own, 0)
     mbarrier.expect(memory.key_full.index(0), 2 * KEYS * BYTES)
     row, column = FUNCTIONS.key_at(place, walk.key_tile * KEYS)
@@ -472,19 +506,26 @@ def load(memory, matrices, p_log_sum, p_delta, own, walk, FUNCTIONS: gl.constexp
         for at in range(walk.count):
             tile, _is_masked, code = next_tile(walk, at, code, SHAPE)
             stage = number % STAGES
-            mbarrier.wait(memory.query_empty.index(stage), number // STAGES % 2 ^ 1)
+            # These loads complete while the program waits for the slot.
+            b_log_sum = gl.load(p_log_sum + (first + tile * M) + o_row)
+            b_delta = gl.load(p_delta + (first + tile * M) + o_row)
+            await_visit(memory.query_read, number - STAGES, SHAPE)
             mbarrier.expect(memory.query_full.index(stage), M * BYTES)
             row, column = FUNCTIONS.query_at(place, tile * M)
             load_parts(matrices.query, row, column, memory.query_full.index(stage), memory.query, stage)
-            load_async(memory.log_sum.index(stage), p_log_sum + (first + tile * M) + o_row)
-            # Each thread arrives at the barrier when its copies are complete.
-            async_copy.mbarrier_arrive(memory.query_full.index(stage), increment_count=False)
-            mbarrier.wait(memory.cotangent_empty.index(stage), number // STAGES % 2 ^ 1)
+            await_visit(memory.cotangent_read, number - STAGES, SHAPE)
             mbarrier.expect(memory.cotangent_full.index(stage), M * BYTES)
             row, column = FUNCTIONS.cotangent_at(place, tile * M)
             load_parts(matrices.cotangent, row, column, memory.cotangent_full.index(stage), memory.cotangent, stage)
-            load_async(memory.delta.index(stage), p_delta + (first + tile * M) + o_row)
-            async_copy.mbarrier_arrive(memory.cotangent_full.index(stage), increment_count=False)
+            b_base = gl.where(b_log_sum == float("-inf"), 0.0, b_log_sum)
+            if SHAPE.is_bare:
+                store_number(memory.base_parts.index(stage), b_base * (-1.0 / SHAPE.factor))
+            else:
+                memory.base.index(stage).store(b_base * LOG2_E)
+            store_number(memory.delta_parts.index(stage), -b_delta)
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(memory.numbers_full.index(stage), count=1)
             number += 1
 
 
@@ -508,7 +549,7 @@ def reduce(memory, matrices, p_query_gradient, p_turns, own, walk, OWN: gl.const
                     turn = gl.atomic_add(p_turn, 0, sem="acquire")
                     while turn < rank:
                         turn = gl.atomic_add(p_turn, 0, sem="acquire")
-                mbarrier.wait(memory.part_full.index(OWN), number // REDUCERS % 2)
+                await_visit(memory.visited, number, SHAPE)
                 column = 0
                 if SHAPE.adds_in_bulk:
                     order_bulk_additions()
@@ -587,26 +628,33 @@ def one_pass_backward(matrices, arrays, p_codes, p_ranks, p_log_sum, p_delta, p_
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    NUMBERS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     SLOPES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = matrices.key[0].dtype
-    log_sum_ring = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
-    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
+    base_parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, M, NUMBER_PARTS], NUMBERS)
+    delta_parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, M, NUMBER_PARTS], NUMBERS)
+    base = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
     slope_smem = gl.allocate_shared_memory(dtype, [1, KEYS, M], SLOPES)
     weights_smem = slope_smem
     if SHAPE.splits_features:
         weights_smem = gl.allocate_shared_memory(dtype, [1, KEYS, M], SLOPES)
-    # A full slot has 33 arrivals: one announces the bytes, the others are those of the threads of the loading warp.
+    visited = make_barriers(REDUCERS * STAGES, 1)
+    query_read = visited
+    cotangent_read = visited
+    if STAGES == 1:
+        query_read = make_barriers(REDUCERS * STAGES, 1)
+        cotangent_read = make_barriers(REDUCERS * STAGES, 1)
     memory = BackwardMemory(
         make_rings(matrices.key, dtype, 1, KEYS), make_rings(matrices.value, dtype, 1, KEYS),
         make_rings(matrices.query, dtype, STAGES, M), make_rings(matrices.cotangent, dtype, STAGES, M),
-        log_sum_ring, delta_ring, slope_smem, make_buffers(matrices.query_gradient, SHAPE), weights_smem,
-        make_barriers(1, 1), make_barriers(STAGES, 33), make_barriers(STAGES, 1), make_barriers(STAGES, 33),
-        make_barriers(STAGES, 1), make_barriers(REDUCERS, 1), make_barriers(REDUCERS, 1),
+        base_parts, delta_parts, base, slope_smem, make_buffers(matrices.query_gradient, SHAPE), weights_smem,
+        make_barriers(1, 1), make_barriers(STAGES, 1), query_read, make_barriers(STAGES, 1), cotangent_read,
+        make_barriers(STAGES, 1), visited, make_barriers(REDUCERS, 1),
     )
     program = gl.program_id(0)
     cell = program // SHAPE.key_tiles
     key_tile = program % SHAPE.key_tiles
-    if SHAPE.is_listed:
+    if SHAPE.is_listed and SHAPE.is_ordered:
         key_tile = SHAPE.key_tiles - 1 - key_tile
     own = FUNCTIONS.own_place(cell)
     if SHAPE.is_listed:
