@@ -524,24 +524,24 @@ class _Values(Language):
         values = np.full(shape, np.iinfo(dtype.numpy).min if is_whole else np.nan, dtype.numpy)
         return Shared(values, self.races, None if self.races is None else Record(shape))
 
-    def warp_specialize(self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], *numbers: object) -> None:
+    def warp_specialize(self, functions: Sequence[tuple[Callable[..., Any], Sequence[Any]]], *numbers: object) -> Any:
         races, resume = self.races, self.suspend()
         begin = None if races is None else races.begin()
 
-        def entered(index: int, function: Callable[..., None]) -> Callable[..., None]:
+        def entered(index: int, function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
-            def run(*arguments: Any) -> None:
+            def run(*arguments: Any) -> Any:
                 if races is not None:
                     races.enter(index, begin)
                 if index == 0:
                     # The warps of the first partition are those that began the program.
                     resume()
-                function(*arguments)
+                return function(*arguments)
 
             return run
 
         found = [(entered(i, function), arguments) for i, (function, arguments) in enumerate(functions)]
-        super().warp_specialize(found, *numbers)
+        return super().warp_specialize(found, *numbers)
 
 
 class _Punctual(random.Random):

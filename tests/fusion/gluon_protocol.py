@@ -22,7 +22,7 @@ from triton.language import constexpr
 from blockdiag.triton_kernels.dense import hopper_backward, hopper_eight_bit_forward, hopper_forward
 from blockdiag.triton_kernels.moba import hopper_backward as moba_backward
 from blockdiag.triton_kernels.paged import hopper_latent_keys, hopper_prompts, places
-from blockdiag.triton_kernels.parts import hopper_tiles, resident_tiles, transposed_tiles
+from blockdiag.triton_kernels.parts import hopper_split_numbers, hopper_tiles, resident_tiles, transposed_tiles
 
 # In the order in which their names hide each other.
 TEMPLATES = (
@@ -35,7 +35,7 @@ TEMPLATES = (
     hopper_latent_keys,
     moba_backward,
 )
-PARTS = (resident_tiles, transposed_tiles)
+PARTS = (resident_tiles, transposed_tiles, hopper_split_numbers)
 
 
 class Deadlock(AssertionError):
@@ -142,8 +142,8 @@ class Warps:
         self.waiting: dict[int, tuple[Barrier, int]] = {}
         self.is_stuck = False
 
-    def run(self, functions: Sequence[Callable[[], None]], sizes: Sequence[int] = ()) -> None:
-        """Run all warps to completion.
+    def run(self, functions: Sequence[Callable[[], Any]], sizes: Sequence[int] = ()) -> Any:
+        """Run all warps to completion, and return what the first partition returns.
 
         Args:
             functions: one for each partition.
@@ -153,13 +153,13 @@ class Warps:
             Deadlock: the warps wait for each other.
         """
 
-        def finish(function: Callable[[], None], nap: float, size: int) -> None:
+        def finish(function: Callable[[], Any], nap: float, size: int) -> Any:
             self.naps[threading.get_ident()] = nap
             self.sizes[threading.get_ident()] = size
             try:
                 # GPUs raise no warnings.
                 with np.errstate(all="ignore"):
-                    function()
+                    return function()
             finally:
                 with self.changed:
                     self.running -= 1
@@ -176,6 +176,7 @@ class Warps:
         # If one warp fails, others wait for it, so deadlocks are reported last.
         for failure in sorted(failures, key=lambda x: isinstance(x, Deadlock)):
             raise failure
+        return ends[0].result()
 
     def size(self) -> int:
         """Return the warps of the calling partition."""
@@ -326,8 +327,8 @@ class Language(Tile):
         return Tile(), Tile()
 
     def warp_specialize(
-        self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], sizes: Sequence[int] = (), *_: object
-    ) -> None:
+        self, functions: Sequence[tuple[Callable[..., Any], Sequence[Any]]], sizes: Sequence[int] = (), *_: object
+    ) -> Any:
         for function, arguments in functions:
             names = function.__code__.co_varnames  # pyrefly: ignore
             given = dict(zip(names, arguments, strict=False))
@@ -341,7 +342,7 @@ class Language(Tile):
                     for full in barriers[i * sharing : (i + 1) * sharing]:
                         full.empty = empty
         # The first partition has the warps of the launch, and `sizes` are those of the others.
-        self.warps.run(
+        return self.warps.run(
             [lambda f=function, a=arguments: f(*a) for function, arguments in functions],
             [self.warps_of_launch, *(int(size) for size in sizes)],
         )

@@ -11,17 +11,24 @@ from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule
 from blockdiag.triton_kernels.dense import hopper_backward, hopper_eight_bit_forward, hopper_forward
 from blockdiag.triton_kernels.launch import plan as launch_plan
 from blockdiag.triton_kernels.launch.plan import Target
+from blockdiag.triton_kernels.moba import hopper_backward as moba_backward
 from blockdiag.triton_kernels.moba import hopper_forward as moba_forward
 from blockdiag.triton_kernels.paged import hopper_eight_bit_prompts, hopper_latent, hopper_latent_keys, hopper_prompts
 from tests.fusion.codegen import test_one_pass, test_streamed
 from tests.fusion.gluon_interpreter import interpret_gluon
 from tests.fusion.thresholds import lifted
-from tests.triton_kernels import test_hopper_latent, test_hopper_moba, test_hopper_prompts
+from tests.triton_kernels import (
+    test_hopper_latent,
+    test_hopper_moba,
+    test_hopper_moba_backward,
+    test_hopper_prompts,
+)
 
 PROMPTS = ("causal", "heads of 256")
 EIGHT_BIT_PROMPTS = ("e4m3, scales by token", "e4m3, many chunks")
 LATENT = ("decoding", "pages of 3, both sides", "e4m3, scales of tokens")
 MOBA = ("long lists", "e4m3, scales of tokens")
+MOBA_BACKWARD = ("long lists", "grouped, masked, float16")
 FORWARD = ("cross", "one_chunk", "causal", "wide_result", "three_halves", *(f"prompts, {name}" for name in PROMPTS))
 EIGHT_BIT_QUERIES = ("long_causal", "long_parts", "long_wide", "long_half")
 EIGHT_BIT_VALUES = ("long_values", "long_values_one_chunk", "long_values_e5m2", "long_values_many_chunks")
@@ -32,11 +39,11 @@ BACKWARD = {
     "wide parts": test_one_pass.WIDE_PARTS,
 }
 ORDER = re.compile(
-    r"\s*(mbarrier\.(?:wait|arrive)\(|thread_barrier\(|fence_async_shared\(|tma\.store_wait\("
+    r"\s*(mbarrier\.(?:wait|arrive)\(|await_visit\(|thread_barrier\(|fence_async_shared\(|tma\.store_wait\("
     r"|\w+_bulk_additions\(\)|(?P<names>\w+(?:, \w+)*) = (?P<wait>warpgroup_mma_wait|finished|both_finished)"
     r"\((?:\w+|len\([\w.]+\)), (?P<deps>.*))"
 )
-# What one may remove without a race in shared memory, by the line and the function that has it.
+# What one may remove without a race in shared memory: a line, and the function that has it, of all modules or one.
 NOT_NEEDED = {
     # These change the order of exponentials of the groups, which no data depends on.
     "mbarrier.wait(memory.turns.index(GROUP), number % 2 ^ (1 - GROUP)) of weigh",
@@ -64,9 +71,16 @@ NOT_NEEDED = {
     # The interpreter runs one program after another, and the threads of a warp as one.
     "thread_barrier() of reduce (2)",
     "order_bulk_additions() of reduce",
+    # Products of keys are fenced again, with the first queries.
+    "fence_async_shared() of compute, moba.hopper_backward",
     # The queries' slot, which is waited for first, is freed last.
-    "mbarrier.wait(memory.cotangent_empty.index(stage), number // STAGES % 2 ^ 1) of load",
+    "await_visit(memory.cotangent_read, number - STAGES, SHAPE) of load",
 }
+
+
+def short_name(template):
+    """Return the name of a module of kernels, with that of its package."""
+    return template.__name__.removeprefix("blockdiag.triton_kernels.")
 
 
 def ordering_lines(template):
@@ -99,6 +113,8 @@ def launch_of(template, name):
         return test_hopper_prompts.launch_of(test_hopper_prompts.PROBLEMS[name.removeprefix("prompts, ")])
     if template in (hopper_latent, hopper_latent_keys):
         return test_hopper_latent.launch_of(test_hopper_latent.PROBLEMS[name])
+    if template is moba_backward:
+        return test_hopper_moba_backward.plan_and_inputs(name)
     if template is moba_forward:
         launch, arrays = test_hopper_moba.launch_and_inputs(name)
         return launch.plan(Target.for_arch(90)), [np.asarray(arrays[x]) for x in launch.input_names]
@@ -118,6 +134,7 @@ TEMPLATES = [
     (hopper_latent, LATENT),
     (hopper_latent_keys, LATENT),
     (moba_forward, MOBA),
+    (moba_backward, MOBA_BACKWARD),
 ]
 
 
@@ -133,10 +150,10 @@ def test_accesses_of_shared_memory_are_ordered(template, name):
 @pytest.mark.parametrize(
     ("template", "names", "number", "line"),
     [
-        pytest.param(template, names, number, line, id=f"{template.__name__.rpartition('.')[2]}-{name}")
+        pytest.param(template, names, number, line, id=f"{name}, {short_name(template)}")
         for template, names in TEMPLATES
         for number, line, name in ordering_lines(template)
-        if name not in NOT_NEEDED
+        if not {name, f"{name}, {short_name(template)}"} & NOT_NEEDED
     ],
 )
 def test_removing_one_barrier_fence_or_wait_is_noticed(template, names, number, line):

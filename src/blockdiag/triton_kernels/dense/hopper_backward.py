@@ -9,8 +9,13 @@ so everything that holds such tiles is a tuple.
 | warps | function | work |
 |---|---|---|
 | 8 | `compute` | compute all products, and keep the gradients of keys and values in registers |
-| 1 | `load` | load queries, cotangents of outputs, log-sum-exps and deltas into a ring of slots |
+| 1 | `load` | load queries, cotangents of outputs, log-sum-exps and deltas into a ring of slots; split the numbers |
 | 3 | `reduce` | add the parts of the queries' gradients to a float32 array; each warp adds every third tile |
+
+The tensor cores are never left without products for long: exponentials of a visit are computed while the gradients of
+weights are, slopes while a part of the values' gradients is, and the part of the queries' gradients is sent while that
+of the keys' gradients is computed. Shared memory limits the kernel: with 128 features it moves data in more than 80% of
+all cycles. So products add the log-sum-exps and deltas, see `parts.hopper_split_numbers`.
 
 With more than 128 features, key tiles are smaller, so more parts are added. The copy engine then adds them, which costs
 about a third of the time but completes later; otherwise the threads of `reduce` do.
@@ -19,6 +24,8 @@ Tiles of the queries' gradients are summed in a fixed order, so results are repe
 programs before it have added theirs. It waits only for programs with lower indices. GPUs start programs in the order of
 their indices, although CUDA does not promise it. In another order, a program could wait for one that never starts.
 If query tiles are listed, the last key tiles come first: under a causal mask they are the first to reach a query tile.
+If the order of additions is free, the first key tiles, which most queries see, come first instead: programs then end
+at about the same time, and causal calls take 6% less.
 
 The method is that of FlashAttention-3 (Shah et al., 2024). The caller passes `FUNCTIONS`, generated for a region:
 
@@ -46,7 +53,6 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -56,12 +62,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blockdiag.triton_kernels.launch.gluon_names import (
-    load_async,
     reinterpret,
     thread_barrier,
     tma_add,
     tma_load,
     tma_store,
+)
+from blockdiag.triton_kernels.parts.hopper_split_numbers import (
+    make_split_numbers,
+    split_rows,
+    start_from_split,
+    store_split,
 )
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 from blockdiag.triton_kernels.parts.reductions import add_rows, finish_bulk_additions, order_bulk_additions
@@ -73,10 +84,6 @@ PART_NUMBERS = gl.constexpr(1024)
 # The fewest registers per thread that hardware allows, so that each computing thread gets 240. With 232, the compiler
 # would serialise products.
 FEW_REGISTERS = gl.constexpr(24)
-# The columns of a matrix whose rows hold the parts of a number: the fewest that a product takes.
-NUMBER_PARTS = gl.constexpr(16)
-# The layout of such a matrix in the loading warp.
-OF_NUMBERS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [1, 1], [1, 0]))
 LOG2_E = gl.constexpr(1.4426950408889634)
 # A loop counter shifted right by this many bits is 0.
 _FAR = gl.constexpr(28)
@@ -164,7 +171,18 @@ class Matrices(NamedTuple):
 
 
 class BackwardMemory(NamedTuple):
-    """Shared memory and barriers of a program. The first four and `part` are tuples of the parts of tiles."""
+    """Shared memory and barriers of a program.
+
+    Attributes:
+        key, value, query, cotangent, part: tuples of the parts of tiles; `part` is for the queries' gradients.
+        base_parts: -log_sum / factor of each query, split into parts, if `SHAPE.is_bare`.
+        base: log_sum times log2(e), if not.
+        delta_parts: -delta of each query, split into parts.
+        slope, weights: tiles of slopes and of weights, [keys, queries].
+        query_read, cotangent_read: a visit has read its queries, or its cotangents.
+        visited: a visit has ended: all operands are read, and its part of the queries' gradients is written. With
+            several stages the two barriers before are the same as this one.
+    """
 
     key: Any
     value: Any
@@ -241,13 +259,6 @@ def zero_part(ROWS: gl.constexpr, WIDTH: gl.constexpr, SPLITS_FEATURES: gl.const
 
 
 @gluon.jit
-def start_numbers(parts, b_zero):
-    """Start a product that is a number of each query, whose parts `store_number` wrote, in all rows of a tile."""
-    b_ones = gl.full([b_zero.shape[0], NUMBER_PARTS], 1.0, gl.bfloat16, gl.DotOperandLayout(0, b_zero.type.layout, 2))
-    return warpgroup_mma(b_ones, parts.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def start_products(lefts, rights, zero, stage, b_sum, USE_SUM: gl.constexpr):
     """Start the products of keys or values with a tile of queries or cotangents; add them to `b_sum` if USE_SUM."""
     for i in gl.static_range(len(lefts)):
@@ -293,11 +304,13 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
     STAGES: gl.constexpr = SHAPE.stages
     BUFFERS: gl.constexpr = SHAPE.buffers
     SPLITS_FEATURES: gl.constexpr = SHAPE.splits_features
+    PENDING: gl.constexpr = 1 + len(memory.value)
     b_zero, _b_keys, b_none = layouts(SHAPE)
     S: gl.constexpr = b_zero.type.layout
     dtype: gl.constexpr = memory.key[0].dtype
     stage = number % STAGES
-    visit_place = number % (REDUCERS * STAGES)
+    # The index of the barriers at which this visit arrives.
+    mark = number % (REDUCERS * STAGES)
     # This is 0, but the compiler does not know it. With a constant it would compute all addresses of operands before
     # the loop and keep them in registers.
     zero = number >> _FAR
@@ -305,16 +318,16 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
     mbarrier.wait(memory.numbers_full.index(stage), number // STAGES % 2)
     mbarrier.wait(memory.query_full.index(stage), number // STAGES % 2)
     if SHAPE.is_bare:
-        b_products = start_numbers(memory.base_parts.index(stage), b_zero)
+        b_products = start_from_split(memory.base_parts.index(stage), b_zero)
         b_products = start_products(memory.key, memory.query, zero, stage, b_products, True)
     else:
         # The load precedes the products, because it would wait for theirs.
         b_base = memory.base.index(stage).load(gl.SliceLayout(0, S))
         b_products = start_products(memory.key, memory.query, zero, stage, b_zero, False)
     mbarrier.wait(memory.cotangent_full.index(stage), number // STAGES % 2)
-    b_weighed = start_numbers(memory.delta_parts.index(stage), b_zero)
+    b_weighed = start_from_split(memory.delta_parts.index(stage), b_zero)
     b_weighed = start_products(memory.value, memory.cotangent, zero, stage, b_weighed, True)
-    b_products = warpgroup_mma_wait(len(memory.value) + 1, deps=[b_products])
+    b_products = warpgroup_mma_wait(PENDING, deps=[b_products])
     if SHAPE.masks == "some":
         if is_masked != 0:
             b_score = FUNCTIONS.score(arrays, place, r_q, r_k, b_products)
@@ -349,12 +362,12 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
         # Queries and cotangents have one slot each, which is freed as soon as possible.
         b_dv = finished(0, b_dv)
         thread_barrier()
-        mbarrier.arrive(memory.cotangent_read.index(visit_place), count=1)
+        mbarrier.arrive(memory.cotangent_read.index(mark), count=1)
         b_dk = start_sums(slope, memory.query, stage, b_dk, False, True)
         b_dq = start_sums(slope.permute((1, 0)), memory.key, zero, b_none, False, False)
         b_dk = finished(len(b_dq), b_dk)
         thread_barrier()
-        mbarrier.arrive(memory.query_read.index(visit_place), count=1)
+        mbarrier.arrive(memory.query_read.index(mark), count=1)
         b_dq = finished(0, b_dq)
         send_part(memory, b_dq, number, BUFFERS, SHAPE.adds_in_bulk)
         thread_barrier()
@@ -369,7 +382,7 @@ def visit(memory, arrays, place, r_q, r_k, number, is_masked, b_dk, b_dv, FUNCTI
         send_part(memory, b_dq, number, BUFFERS, SHAPE.adds_in_bulk)
         b_dk, b_dv = both_finished(0, b_dk, b_dv)
         thread_barrier()
-    mbarrier.arrive(memory.visited.index(visit_place), count=1)
+    mbarrier.arrive(memory.visited.index(mark), count=1)
     return b_dk, b_dv
 
 
@@ -472,26 +485,13 @@ def next_tile(walk, at, code, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def store_number(parts, b_number):
-    """Write a number of each row as three bfloat16 numbers, whose sum has all its bits, and zeros."""
-    b_first = b_number.to(gl.bfloat16)
-    b_rest = b_number - b_first.to(gl.float32)
-    b_second = b_rest.to(gl.bfloat16)
-    b_third = (b_rest - b_second.to(gl.float32)).to(gl.bfloat16)
-    o_part = gl.expand_dims(gl.arange(0, NUMBER_PARTS, gl.SliceLayout(0, OF_NUMBERS)), 0)
-    b_parts = gl.where(o_part == 1, gl.expand_dims(b_second, 1), gl.expand_dims(b_third, 1))
-    b_parts = gl.where(o_part == 0, gl.expand_dims(b_first, 1), b_parts)
-    parts.store(gl.where(o_part < 3, b_parts, 0.0))
-
-
-@gluon.jit
 def load(memory, matrices, p_log_sum, p_delta, own, walk, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Load the program's keys and values, and fill the rings with tiles of queries and cotangents."""
     M: gl.constexpr = SHAPE.rows
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     BYTES: gl.constexpr = 2 * SHAPE.width
-    o_row = gl.arange(0, M, gl.SliceLayout(1, OF_NUMBERS))
+    o_row = split_rows(M)
     place = FUNCTIONS.place(own, 0)
     mbarrier.expect(memory.key_full.index(0), 2 * KEYS * BYTES)
     row, column = FUNCTIONS.key_at(place, walk.key_tile * KEYS)
@@ -519,10 +519,10 @@ def load(memory, matrices, p_log_sum, p_delta, own, walk, FUNCTIONS: gl.constexp
             load_parts(matrices.cotangent, row, column, memory.cotangent_full.index(stage), memory.cotangent, stage)
             b_base = gl.where(b_log_sum == float("-inf"), 0.0, b_log_sum)
             if SHAPE.is_bare:
-                store_number(memory.base_parts.index(stage), b_base * (-1.0 / SHAPE.factor))
+                store_split(memory.base_parts.index(stage), b_base * (-1.0 / SHAPE.factor))
             else:
                 memory.base.index(stage).store(b_base * LOG2_E)
-            store_number(memory.delta_parts.index(stage), -b_delta)
+            store_split(memory.delta_parts.index(stage), -b_delta)
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(memory.numbers_full.index(stage), count=1)
@@ -628,11 +628,8 @@ def one_pass_backward(matrices, arrays, p_codes, p_ranks, p_log_sum, p_delta, p_
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    NUMBERS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     SLOPES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = matrices.key[0].dtype
-    base_parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, M, NUMBER_PARTS], NUMBERS)
-    delta_parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, M, NUMBER_PARTS], NUMBERS)
     base = gl.allocate_shared_memory(gl.float32, [STAGES, M], PLAIN)
     slope_smem = gl.allocate_shared_memory(dtype, [1, KEYS, M], SLOPES)
     weights_smem = slope_smem
@@ -645,11 +642,24 @@ def one_pass_backward(matrices, arrays, p_codes, p_ranks, p_log_sum, p_delta, p_
         query_read = make_barriers(REDUCERS * STAGES, 1)
         cotangent_read = make_barriers(REDUCERS * STAGES, 1)
     memory = BackwardMemory(
-        make_rings(matrices.key, dtype, 1, KEYS), make_rings(matrices.value, dtype, 1, KEYS),
-        make_rings(matrices.query, dtype, STAGES, M), make_rings(matrices.cotangent, dtype, STAGES, M),
-        base_parts, delta_parts, base, slope_smem, make_buffers(matrices.query_gradient, SHAPE), weights_smem,
-        make_barriers(1, 1), make_barriers(STAGES, 1), query_read, make_barriers(STAGES, 1), cotangent_read,
-        make_barriers(STAGES, 1), visited, make_barriers(REDUCERS, 1),
+        key=make_rings(matrices.key, dtype, 1, KEYS),
+        value=make_rings(matrices.value, dtype, 1, KEYS),
+        query=make_rings(matrices.query, dtype, STAGES, M),
+        cotangent=make_rings(matrices.cotangent, dtype, STAGES, M),
+        base_parts=make_split_numbers(STAGES, M),
+        delta_parts=make_split_numbers(STAGES, M),
+        base=base,
+        slope=slope_smem,
+        part=make_buffers(matrices.query_gradient, SHAPE),
+        weights=weights_smem,
+        key_full=make_barriers(1, 1),
+        query_full=make_barriers(STAGES, 1),
+        query_read=query_read,
+        cotangent_full=make_barriers(STAGES, 1),
+        cotangent_read=cotangent_read,
+        numbers_full=make_barriers(STAGES, 1),
+        visited=visited,
+        part_empty=make_barriers(REDUCERS, 1),
     )
     program = gl.program_id(0)
     cell = program // SHAPE.key_tiles

@@ -315,8 +315,8 @@ def compute(memory, arrays, place, scalars, SHAPE: gl.constexpr):
         mbarrier.wait(memory.full.index(used % STAGES), used // STAGES % 2)
         fence_async_shared()
         # No product is in flight at the loop's back edge, because its registers could not be moved there.
-        b_scores = warpgroup_mma_wait(
-            0, deps=[start_product(k_smem.index(0), q_smem, ss_smem, used % STAGES, b_zero)])
+        b_scores = start_product(k_smem.index(0), q_smem, ss_smem, used % STAGES, b_zero)
+        b_scores = warpgroup_mma_wait(0, deps=[b_scores])
         for at in range(tiles):
             stage = used % STAGES
             # This is 0, but the compiler does not know it. With a constant it would compute all addresses of operands
