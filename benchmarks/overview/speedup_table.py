@@ -40,17 +40,30 @@ SHOWN = {
         "soft cap 4 x 4K, 16/16",
         "ALiBi 1 x 16K, 16/16",
     ),
+    "dense": (
+        "causal 4 x 8K, 48 heads of 128",
+        "causal 1 x 16K, 16 heads of 128",
+        "causal 1 x 16K, 16/2 heads of 128",
+        "full 1 x 16K, 16 heads of 128",
+        "causal 1 x 16K, 16 heads of 64",
+        "causal 1 x 16K, 8 heads of 256",
+    ),
 }  # fmt: skip
 TITLES = {
     "block diagonal": "Block-diagonal attention, blocks of 64, 262,144 tokens (packed: 1152 sequences of 800 to 2000)",
     "MoBA": "Mixture of block attention, sequences x tokens",
     "paged decode": "Paged decode, one query of each sequence, 32 heads and 8 key heads of 128",
     "fuse": "`fuse`, batch x tokens, heads/key heads of 64",
+    "dense": "`fuse`, plain attention",
 }
 
 
 def summary_section(
-    blocks: Sequence[Timing], moba: Sequence[MoBATiming], paged: Sequence[PagedTiming], fused: Sequence[FuseTiming]
+    blocks: Sequence[Timing],
+    moba: Sequence[MoBATiming],
+    paged: Sequence[PagedTiming],
+    fused: Sequence[FuseTiming],
+    dense: Sequence[DenseTiming],
 ) -> str:
     """Return a table of all four operations, and where it was measured.
 
@@ -62,6 +75,7 @@ def summary_section(
         "MoBA": moba_speedups(moba),
         "paged decode": paged_speedups(paged),
         "fuse": fuse_speedups(fused),
+        "dense": fuse_speedups(dense),
     }
     lines = [
         "| bfloat16 | time (over the floor) | fastest other implementation | speed-up |",
@@ -75,7 +89,7 @@ def summary_section(
         passes = "" if shown[0].passes == "one query" else f"; {shown[0].passes}"
         lines.append(f"| **{TITLES[operation]}{passes}** | | | |")
         lines += [_line(one) for one in shown]
-    return "\n".join([*lines, "", _origin([blocks, moba, paged, fused])])
+    return "\n".join([*lines, "", _origin([blocks, moba, paged, fused, dense])])
 
 
 def _line(one: SpeedUp) -> str:

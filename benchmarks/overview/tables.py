@@ -509,7 +509,7 @@ FUSE = {RESULTS / "fuse.csv": FuseTiming}
 DENSE_ROWS = {RESULTS / "dense.csv": DenseTiming}
 GALLERY = {RESULTS / "gallery.csv": GalleryTiming}
 SECTIONS = (
-    Section(ROOT / "README.md", "figures", BLOCKS | MOBA | PAGED | FUSE, summary_section),
+    Section(ROOT / "README.md", "figures", BLOCKS | MOBA | PAGED | FUSE | DENSE_ROWS, summary_section),
     Section(ROOT / "docs" / "speed.md", "behind", BLOCKS | MOBA | PAGED | FUSE | GALLERY | DENSE_ROWS, behind_section),
     Section(ROOT / "benchmarks" / "README.md", "block_diagonal", BLOCKS, section),
     Section(ROOT / "docs" / "moba.md", "moba", MOBA, moba_section),

@@ -274,4 +274,4 @@ def test_readme_tells_where_others_are_faster():
 
 def test_summary_without_an_operation_raises_value_error(readme_table):
     with pytest.raises(ValueError, match="no workload of block diagonal"):
-        summary_section([], [], [], [])
+        summary_section([], [], [], [], [])
