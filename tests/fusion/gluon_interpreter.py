@@ -562,7 +562,7 @@ def interpret_gluon(
 
     Args:
         chance: chooses the slow warps; None: no warp is slow.
-        change: changes the source of the template that the kernel calls, and of the kernel if it is not printed.
+        change: changes the source of the modules whose functions the kernel calls, and of a kernel that is not printed.
         is_checked: whether to check the order of accesses of shared memory.
 
     Raises:

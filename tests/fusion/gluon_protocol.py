@@ -19,7 +19,12 @@ from typing import Any
 import numpy as np
 from triton.language import constexpr
 
-from blockdiag.triton_kernels.dense import hopper_backward, hopper_eight_bit_forward, hopper_forward
+from blockdiag.triton_kernels.dense import (
+    hopper_backward,
+    hopper_eight_bit_forward,
+    hopper_forward,
+    hopper_resident_forward,
+)
 from blockdiag.triton_kernels.moba import hopper_backward as moba_backward
 from blockdiag.triton_kernels.paged import hopper_latent_keys, hopper_prompts, places
 from blockdiag.triton_kernels.parts import hopper_split_numbers, hopper_tiles, resident_tiles, transposed_tiles
@@ -30,6 +35,7 @@ TEMPLATES = (
     hopper_backward,
     hopper_forward,
     hopper_eight_bit_forward,
+    hopper_resident_forward,
     hopper_prompts,
     places,
     hopper_latent_keys,
@@ -361,6 +367,7 @@ def run_protocol(
     rounds: int | None,
     chance: random.Random,
     lists: Mapping[str, Sequence[int]] | None = None,
+    change: Callable[[str], str] = lambda template: template,
 ) -> None:
     """Run one program of a kernel.
 
@@ -370,6 +377,7 @@ def run_protocol(
         rounds: the number of rounds of the program; None if the kernel has no such argument.
         chance: chooses the slow warps.
         lists: numbers in memory, by the parameter that points to them.
+        change: changes the source of the modules whose functions the kernel calls.
 
     Raises:
         Deadlock: the warps wait for each other forever.
@@ -382,7 +390,7 @@ def run_protocol(
         "make_barriers": lambda count, arrivals: Barriers(Barrier(warps, arrivals) for _ in builtins.range(count)),
     }  # fmt: skip
     # The only helper whose result is an index of barriers.
-    kernel = kernel_with(text, name, words, {"forgotten": Number})
+    kernel = kernel_with(text, name, words, {"forgotten": Number}, change)
     given: dict[str, object] = {x: Tile() for x in kernel.__code__.co_varnames[: kernel.__code__.co_argcount]}
     given |= {x: Memory(numbers) for x, numbers in (lists or {}).items()}
     kernel(**given | ({} if rounds is None else {"ROUNDS": Number(rounds)}))
@@ -399,7 +407,7 @@ def kernel_with(
 
     Args:
         helpers: replacements of helpers by name.
-        change: changes the source of the template that the kernel calls.
+        change: changes the source of the modules whose functions the kernel calls.
     """
     scope: dict[str, Any] = {
         "gluon": _Gluon, "triton": _Gluon, "tl": words["gl"],
@@ -410,7 +418,7 @@ def kernel_with(
     templates = [x for x in TEMPLATES if f"{x.__name__} import" in text]
     for module in (*PARTS, *templates):
         scope |= definitions_of(module)
-    for source in (*map(inspect.getsource, PARTS), *(change(inspect.getsource(x)) for x in templates), text):
+    for source in (*(change(inspect.getsource(x)) for x in (*PARTS, *templates)), text):
         first = re.search(r"^@(gluon|triton)\.jit", source, re.MULTILINE)
         assert first is not None
         # Types of annotations need not be there.

@@ -34,6 +34,13 @@ def one_bias(query, key, value, pair, offset, slope):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
 
 
+def tokens_first(query, key, value, pair):
+    """Return attention of query [T, B, N, H] with pair bias [N, T, S], and key terms of positions alone."""
+    scores = jnp.einsum("tbnh,sbnh->bnts", query, key) * query.shape[-1] ** -0.5 + pair[None]
+    scores = scores - 0.01 * jnp.arange(key.shape[0])[None, None, None, :].astype(scores.dtype)
+    return jnp.einsum("bnts,sbnh->tbnh", jax.nn.softmax(scores, axis=-1), value)
+
+
 def masked_rows(query, key, value, mask, pair):
     """Like `rows_of_heads`; the mask removes all keys of the first row by -1e9, and keys of other rows by -inf."""
     row = jnp.arange(query.shape[1])[None, :, None, None, None]
@@ -84,7 +91,7 @@ class Resident:
         return region
 
 
-def _rows(batch: int, rows: int, queries: int, keys: int, heads: int, width: int) -> Shapes:
+def rows_shapes(batch: int, rows: int, queries: int, keys: int, heads: int, width: int) -> Shapes:
     lead = (batch, rows)
     return {
         "query": (*lead, queries, heads, width),
@@ -95,9 +102,14 @@ def _rows(batch: int, rows: int, queries: int, keys: int, heads: int, width: int
     }
 
 
-def _heads(batch: int, rows: int, heads: int, tokens: int, width: int) -> Shapes:
+def heads_shapes(batch: int, rows: int, heads: int, tokens: int, width: int) -> Shapes:
     shape = (batch, rows, heads, tokens, width)
     return dict.fromkeys(("query", "key", "value"), shape) | {"pair": (batch, heads, tokens, tokens)}
+
+
+def _tokens_first(tokens: int, batch: int, heads: int, width: int) -> Shapes:
+    operands = dict.fromkeys(("query", "key", "value"), (tokens, batch, heads, width))
+    return operands | {"pair": (heads, tokens, tokens)}
 
 
 def _one_bias(width: int) -> Shapes:
@@ -106,26 +118,27 @@ def _one_bias(width: int) -> Shapes:
 
 
 CASES = {
-    "evoformer": Resident(rows_of_heads, _rows(2, 7, 256, 256, 2, 64)),
-    "wide": Resident(rows_of_heads, _rows(1, 9, 256, 256, 2, 128)),
+    "evoformer": Resident(rows_of_heads, rows_shapes(2, 7, 256, 256, 2, 64)),
+    "wide": Resident(rows_of_heads, rows_shapes(1, 9, 256, 256, 2, 128)),
     # A program runs several rounds.
-    "many_rows": Resident(rows_of_heads, _rows(1, 150, 256, 256, 1, 64)),
-    "many_wide_rows": Resident(rows_of_heads, _rows(1, 150, 256, 256, 1, 128)),
-    "narrow": Resident(rows_of_heads, _rows(1, 5, 128, 256, 4, 32)),
-    "float16": Resident(rows_of_heads, _rows(1, 4, 128, 128, 2, 64), "float16"),
-    "three_chunks": Resident(rows_of_heads, _rows(2, 4, 384, 192, 1, 128)),
-    "one_chunk": Resident(rows_of_heads, _rows(1, 40, 128, 64, 2, 64)),
-    "triangle": Resident(heads_of_rows, _heads(1, 6, 3, 128, 32)),
+    "many_rows": Resident(rows_of_heads, rows_shapes(1, 150, 256, 256, 1, 64)),
+    "many_wide_rows": Resident(rows_of_heads, rows_shapes(1, 150, 256, 256, 1, 128)),
+    "narrow": Resident(rows_of_heads, rows_shapes(1, 5, 128, 256, 4, 32)),
+    "float16": Resident(rows_of_heads, rows_shapes(1, 4, 128, 128, 2, 64), "float16"),
+    "three_chunks": Resident(rows_of_heads, rows_shapes(2, 4, 384, 192, 1, 128)),
+    "one_chunk": Resident(rows_of_heads, rows_shapes(1, 40, 128, 64, 2, 64)),
+    "triangle": Resident(heads_of_rows, heads_shapes(1, 6, 3, 128, 32)),
     "terms": Resident(one_bias, _one_bias(64)),
-    "bent": Resident(bent, _rows(1, 4, 128, 128, 2, 64)),
-    "masked": Resident(masked_rows, _rows(1, 4, 128, 256, 2, 64)),
-    "wide_masked": Resident(masked_rows, _rows(1, 4, 128, 256, 2, 128)),
-    "wide_triangle": Resident(heads_of_rows, _heads(1, 5, 1, 256, 128), "float16"),
-    "shared": Resident(scaled_bias, _rows(1, 67, 256, 128, 2, 128)),
-    "selected": Resident(selected, _rows(1, 4, 128, 128, 2, 64), stays=False),
-    "long": Resident(rows_of_heads, _rows(1, 4, 128, 320, 2, 64), stays=False),
-    "odd_queries": Resident(rows_of_heads, _rows(1, 4, 100, 128, 2, 64), stays=False),
-    "odd_width": Resident(rows_of_heads, _rows(1, 4, 128, 128, 2, 48), stays=False),
-    "float32": Resident(rows_of_heads, _rows(1, 4, 128, 128, 2, 64), "float32", stays=False),
-    "few_rows": Resident(rows_of_heads, _rows(4, 2, 128, 128, 2, 64), stays=False),
+    "tokens_first": Resident(tokens_first, _tokens_first(128, 5, 2, 64)),
+    "bent": Resident(bent, rows_shapes(1, 4, 128, 128, 2, 64)),
+    "masked": Resident(masked_rows, rows_shapes(1, 4, 128, 256, 2, 64)),
+    "wide_masked": Resident(masked_rows, rows_shapes(1, 4, 128, 256, 2, 128)),
+    "wide_triangle": Resident(heads_of_rows, heads_shapes(1, 5, 1, 256, 128), "float16"),
+    "shared": Resident(scaled_bias, rows_shapes(1, 67, 256, 128, 2, 128)),
+    "selected": Resident(selected, rows_shapes(1, 4, 128, 128, 2, 64), stays=False),
+    "long": Resident(rows_of_heads, rows_shapes(1, 4, 128, 320, 2, 64), stays=False),
+    "odd_queries": Resident(rows_of_heads, rows_shapes(1, 4, 100, 128, 2, 64), stays=False),
+    "odd_width": Resident(rows_of_heads, rows_shapes(1, 4, 128, 128, 2, 48), stays=False),
+    "float32": Resident(rows_of_heads, rows_shapes(1, 4, 128, 128, 2, 64), "float32", stays=False),
+    "few_rows": Resident(rows_of_heads, rows_shapes(4, 2, 128, 128, 2, 64), stays=False),
 }

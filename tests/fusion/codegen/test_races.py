@@ -4,17 +4,26 @@ import functools
 import inspect
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule
-from blockdiag.triton_kernels.dense import hopper_backward, hopper_eight_bit_forward, hopper_forward
+from blockdiag.triton_kernels.dense import (
+    hopper_backward,
+    hopper_eight_bit_forward,
+    hopper_forward,
+    hopper_resident_forward,
+)
 from blockdiag.triton_kernels.launch import plan as launch_plan
 from blockdiag.triton_kernels.launch.plan import Target
 from blockdiag.triton_kernels.moba import hopper_backward as moba_backward
 from blockdiag.triton_kernels.moba import hopper_forward as moba_forward
 from blockdiag.triton_kernels.paged import hopper_eight_bit_prompts, hopper_latent, hopper_latent_keys, hopper_prompts
+from blockdiag.triton_kernels.parts import resident_tiles
+from tests.fusion import resident_cases
 from tests.fusion.codegen import test_one_pass, test_streamed
+from tests.fusion.codegen.test_plans import launches_of
 from tests.fusion.gluon_interpreter import interpret_gluon
 from tests.fusion.thresholds import lifted
 from tests.triton_kernels import (
@@ -38,16 +47,28 @@ BACKWARD = {
     "parts": test_one_pass.PARTS,
     "wide parts": test_one_pass.WIDE_PARTS,
 }
+# Their programs run three rounds of one tile of queries.
+RESIDENT = {
+    name: resident_cases.Resident(function, shapes)
+    for name, function, shapes in (
+        ("row sums as products", resident_cases.rows_of_heads, resident_cases.rows_shapes(1, 6, 128, 128, 1, 64)),
+        ("two parts of keys", resident_cases.rows_of_heads, resident_cases.rows_shapes(1, 6, 128, 256, 1, 128)),
+        ("no key terms", resident_cases.heads_of_rows, resident_cases.heads_shapes(1, 6, 1, 128, 32)),
+    )
+}
 ORDER = re.compile(
-    r"\s*(mbarrier\.(?:wait|arrive)\(|await_visit\(|thread_barrier\(|fence_async_shared\(|tma\.store_wait\("
+    r"\s*(mbarrier\.(?:wait|arrive)\(|await_visit\(|free_slot\(|thread_barrier\(|fence_async_shared\(|tma\.store_wait\("
     r"|\w+_bulk_additions\(\)|(?P<names>\w+(?:, \w+)*) = (?P<wait>warpgroup_mma_wait|finished|both_finished)"
-    r"\((?:\w+|len\([\w.]+\)), (?P<deps>.*))"
+    r"\([^,]+, (?P<deps>.*))"
 )
 # What one may remove without a race in shared memory: a line, and the function that has it, of all modules or one.
 NOT_NEEDED = {
     # These change the order of exponentials of the groups, which no data depends on.
     "mbarrier.wait(memory.turns.index(GROUP), number % 2 ^ (1 - GROUP)) of weigh",
     "mbarrier.arrive(memory.turns.index(1 - GROUP), count=1) of weigh",
+    "mbarrier.wait(memory.turns.index(GROUP), number % 2 ^ (1 - GROUP)) of weigh_values",
+    # Without it, a slow warp might wait for a phase that has passed. The interpreter runs the warps of a group as one.
+    "thread_barrier() of weigh_values",
     # The partitions start together, with barriers that have been initialised.
     "fence_async_shared() of streamed_forward",
     "thread_barrier() of streamed_forward",
@@ -61,6 +82,7 @@ NOT_NEEDED = {
     "thread_barrier() of paged_eight_bit_prompts",
     "fence_async_shared() of latent_splits",
     "thread_barrier() of latent_splits",
+    "thread_barrier() of resident_forward",
     # A program must not end before its results are stored.
     "tma.store_wait(0) of compute",
     # `finish_values` has a barrier, too, after the last use of the queries.
@@ -113,6 +135,10 @@ def launch_of(template, name):
         return test_hopper_prompts.launch_of(test_hopper_prompts.PROBLEMS[name.removeprefix("prompts, ")])
     if template in (hopper_latent, hopper_latent_keys):
         return test_hopper_latent.launch_of(test_hopper_latent.PROBLEMS[name])
+    if template in (hopper_resident_forward, resident_tiles):
+        plan = launches_of(RESIDENT[name].region())["fused_forward"].plan(Target.for_arch(90))
+        generator = np.random.default_rng(0)
+        return plan, [np.asarray(generator.normal(size=x.shape), jnp.dtype(x.dtype)) for x in plan.inputs]
     if template is moba_backward:
         return test_hopper_moba_backward.plan_and_inputs(name)
     if template is moba_forward:
@@ -129,6 +155,8 @@ TEMPLATES = [
     (hopper_forward, FORWARD),
     (hopper_eight_bit_forward, EIGHT_BIT_VALUES),
     (hopper_backward, tuple(BACKWARD)),
+    (hopper_resident_forward, tuple(RESIDENT)),
+    (resident_tiles, tuple(RESIDENT)),
     (hopper_prompts, PROMPTS),
     (hopper_eight_bit_prompts, EIGHT_BIT_PROMPTS),
     (hopper_latent, LATENT),

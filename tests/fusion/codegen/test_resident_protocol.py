@@ -1,11 +1,13 @@
 """Tests that kernels with a resident bias do not deadlock, for any slow warp and any number of rounds."""
 
+import inspect
 import random
 import re
 
 import pytest
 
 from blockdiag.fusion.runtime import arrange, kernel_choice
+from blockdiag.triton_kernels.dense import hopper_resident_forward
 from tests.fusion.codegen.test_plans import launches_of
 from tests.fusion.gluon_protocol import Deadlock, run_protocol
 from tests.fusion.lowering.test_resident_schedule import joint_launch
@@ -40,8 +42,6 @@ def test_resident_kernels_do_not_deadlock(name):
 @pytest.mark.parametrize(
     ("name", "kernel", "line"),
     [
-        # The second group is never told that the first one's exponentials are done.
-        ("many_rows", "fused_forward_resident", "mbarrier.arrive(turns.index(1 - GROUP), count=1)"),
         # Sums of one half are never handed over.
         ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_full.index(0), count=1)"),
         # No warp signals that the gradients are ready, or that they have been stored.
@@ -67,6 +67,24 @@ def test_resident_kernel_without_one_arrival_deadlocks(name, kernel, line):
     assert line in text
     with pytest.raises(Deadlock):
         run_protocol(text.replace(line, "pass"), kernel, 0, 3, random.Random(0))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # The second group is never told that the first one's exponentials are done.
+        "mbarrier.arrive(memory.turns.index(1 - GROUP), count=1)",
+        # No warp signals that key terms are there, or that values have been read.
+        "mbarrier.arrive(memory.terms_full.index(number % SHAPE.query_slots), count=1)",
+        "free_slot(memory.part_empty, part + (PARTS + i), SHAPE.slots)",
+    ],
+)
+def test_resident_forward_template_without_one_arrival_deadlocks(line):
+    name = "fused_forward_resident"
+    text = resident_kernels("many_rows")[name]
+    assert line in inspect.getsource(hopper_resident_forward)
+    with pytest.raises(Deadlock):
+        run_protocol(text, name, 0, 3, random.Random(0), change=lambda template: template.replace(line, "pass"))
 
 
 @pytest.mark.parametrize(

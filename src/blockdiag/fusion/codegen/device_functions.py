@@ -42,7 +42,7 @@ def indices(labels: Sequence[str], name: str) -> dict[str, str]:
 
 
 class FunctionWriter(GluonWriter):
-    """Writer of device functions, which get batch indices in a tuple `place`. The region's last leaf is the product."""
+    """Writer of device functions, which get batch indices in a tuple `place`."""
 
     @property
     def batch_indices(self) -> dict[str, str]:
@@ -91,6 +91,8 @@ class FunctionWriter(GluonWriter):
 
     def print_program(self, program: Any, loaded: Mapping[int, Value], more: Sequence[str] = ()) -> None:
         """Print the body of a function that computes a tile program. It loads only the leaves that the program reads.
+
+        The region's last leaf is the product.
 
         Args:
             loaded: the values of leaves that the function is given.

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from blockdiag.fusion.codegen.expressions import Value
 from blockdiag.fusion.codegen.gluon import HopperKernel, gluon_source, print_function
 from blockdiag.fusion.codegen.kernels import LOG2_E, Source, cells_of
-from blockdiag.fusion.codegen.resident_forward import print_ones, print_share, request_terms
 from blockdiag.fusion.codegen.resident_sides import FEWEST_SLOTS, MOST_OTHERS, OWN, SUMS, Side, SideWriter, print_load
+from blockdiag.fusion.codegen.resident_writer import print_share, request_terms
 from blockdiag.fusion.ir.layout import layout_of
 from blockdiag.fusion.ir.linear_terms import factor_in
 from blockdiag.fusion.ir.tree import Region
@@ -367,6 +367,16 @@ def _write(own: SideWriter, written: Sequence[tuple[str, str]], memory: Sequence
         emit(f"tma_store(d_{name}, [{at}], {shared})")
 
 
+def _print_ones(own: SideWriter) -> None:
+    """Print the allocation of ones, [8, CHUNK], with which a product computes row sums."""
+    emit = own.emit
+    swizzle = f"swizzle_byte_width={min(128, 2 * CHUNK)}"
+    emit(f"LINES: gl.constexpr = gl.NVMMASharedLayout({swizzle}, element_bitwidth=16, rank=2)")
+    emit("SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])")
+    emit(f"ones = gl.allocate_shared_memory(query.dtype, [8, {CHUNK}], LINES)")
+    emit(f"ones.store(gl.full([8, {CHUNK}], 1.0, gl.float32, SPREAD).to(query.dtype))")
+
+
 def _entry(own: SideWriter) -> None:
     """Print the kernel function."""
     emit = own.emit
@@ -393,7 +403,7 @@ def _entry(own: SideWriter) -> None:
     shape = f"[2, {own.others}, 64]" if own.is_columns else f"[{own.others // 64}, {OWN}, 64]"
     emit(f"held = gl.allocate_shared_memory(bias.dtype, {shape}, bias.layout)")
     if own.terms:
-        print_ones(emit, "query.dtype", CHUNK)
+        _print_ones(own)
     else:
         emit("ones = lines")
     # A second arrival stands for the vectors that come with the bytes of the copy engine.

@@ -14,9 +14,9 @@ from blockdiag.fusion.codegen.backward import gradient_dims
 from blockdiag.fusion.codegen.expressions import Value
 from blockdiag.fusion.codegen.gluon import HopperKernel, gluon_source, print_function
 from blockdiag.fusion.codegen.kernels import LOG2_E, Output, Source, cells_of
-from blockdiag.fusion.codegen.resident_forward import print_share
 from blockdiag.fusion.codegen.resident_pairs_wide import WidePairs, print_wide
 from blockdiag.fusion.codegen.resident_pairs_writer import NAME, OWN, SLOTS, PairsWriter
+from blockdiag.fusion.codegen.resident_writer import print_share
 from blockdiag.fusion.ir.layout import layout_of, shape_of
 from blockdiag.fusion.ir.linear_terms import factor_in
 from blockdiag.fusion.ir.tree import Region

@@ -12,8 +12,8 @@ slot of the keys. Gradients are staged in their query tiles, and the warp that g
 from blockdiag.fusion.codegen.expressions import Value
 from blockdiag.fusion.codegen.gluon import print_function
 from blockdiag.fusion.codegen.kernels import LOG2_E
-from blockdiag.fusion.codegen.resident_forward import print_share
 from blockdiag.fusion.codegen.resident_pairs_writer import NAME, OWN, SLOTS, PairsWriter
+from blockdiag.fusion.codegen.resident_writer import print_share
 from blockdiag.fusion.ir.tree import Region
 from blockdiag.fusion.lowering.hopper import Place
 from blockdiag.fusion.lowering.resident_schedule import Resident

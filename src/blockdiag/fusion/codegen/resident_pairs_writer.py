@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from blockdiag.fusion.codegen.kernels import LOG2_E, Writer
-from blockdiag.fusion.codegen.resident_forward import ResidentWriter, begin_terms, request_terms, store_terms
+from blockdiag.fusion.codegen.resident_writer import ResidentWriter, begin_terms, request_terms, store_terms
 from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Region
 from blockdiag.fusion.lowering.hopper import Place

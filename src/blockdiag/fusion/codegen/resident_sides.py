@@ -8,7 +8,7 @@ from typing import Literal
 
 from blockdiag.fusion.codegen.gluon import print_function
 from blockdiag.fusion.codegen.kernels import LOG2_E, Source, Writer
-from blockdiag.fusion.codegen.resident_forward import ResidentWriter, print_share
+from blockdiag.fusion.codegen.resident_writer import ResidentWriter, print_share
 from blockdiag.fusion.ir.layout import layout_of
 from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Region
