@@ -24,6 +24,7 @@ from blockdiag.triton_kernels.dense import (
     hopper_eight_bit_forward,
     hopper_forward,
     hopper_resident_forward,
+    hopper_resident_sides,
 )
 from blockdiag.triton_kernels.moba import hopper_backward as moba_backward
 from blockdiag.triton_kernels.paged import hopper_latent_keys, hopper_prompts, places
@@ -36,6 +37,7 @@ TEMPLATES = (
     hopper_forward,
     hopper_eight_bit_forward,
     hopper_resident_forward,
+    hopper_resident_sides,
     hopper_prompts,
     places,
     hopper_latent_keys,

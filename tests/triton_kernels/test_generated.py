@@ -85,7 +85,7 @@ def test_cache_key_depends_on_the_text_and_its_imported_modules(monkeypatch):
 def test_cache_key_covers_the_modules_of_every_called_function():
     for kernel in resident_kernels():
         known, waiting = modules_needed(kernel.text) | {"blockdiag.generated"}, [function_of(kernel)]
-        # By identity: Triton cannot hash a function that reads a constant with functions.
+        # By identity: the hash of a function copies its constants, which may hold functions that cannot be copied.
         seen = {}
         while waiting:
             function = waiting.pop()

@@ -20,7 +20,9 @@ from tests.gpu_scripts.sanitize_known import DROPPED, KNOWN, explain, lines_in, 
 # Only torch launches these kernels, in packed calls and gradients of `fuse`. Its families cannot be traced.
 OF_TORCH = {"tile_table", "paged_tiles", "fused_delta"}
 # Templates, which generated kernels call.
-TEMPLATES = {"one_pass_backward", "resident_forward", "streamed_forward", "streamed_eight_bit_forward"}
+TEMPLATES = {
+    "one_pass_backward", "resident_forward", "resident_sides", "streamed_forward", "streamed_eight_bit_forward",
+}  # fmt: skip
 GENERATED = {
     "fused_backward_one_pass",
     "fused_columns",

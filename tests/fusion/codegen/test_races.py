@@ -1,5 +1,6 @@
 """Tests that each barrier, fence and wait of the Hopper templates is needed, and that they suffice."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -14,6 +15,7 @@ from blockdiag.triton_kernels.dense import (
     hopper_eight_bit_forward,
     hopper_forward,
     hopper_resident_forward,
+    hopper_resident_sides,
 )
 from blockdiag.triton_kernels.launch import plan as launch_plan
 from blockdiag.triton_kernels.launch.plan import Target
@@ -22,8 +24,7 @@ from blockdiag.triton_kernels.moba import hopper_forward as moba_forward
 from blockdiag.triton_kernels.paged import hopper_eight_bit_prompts, hopper_latent, hopper_latent_keys, hopper_prompts
 from blockdiag.triton_kernels.parts import resident_tiles
 from tests.fusion import resident_cases
-from tests.fusion.codegen import test_one_pass, test_streamed
-from tests.fusion.codegen.test_plans import launches_of
+from tests.fusion.codegen import test_one_pass, test_plans, test_streamed
 from tests.fusion.gluon_interpreter import interpret_gluon
 from tests.fusion.thresholds import lifted
 from tests.triton_kernels import (
@@ -56,10 +57,12 @@ RESIDENT = {
         ("no key terms", resident_cases.heads_of_rows, resident_cases.heads_shapes(1, 6, 1, 128, 32)),
     )
 }
+# The head dimension of each kernel's case. With 128, own tiles have one slot.
+SIDES = {"rows, 64": 64, "columns, 64": 64, "rows, 128": 128, "columns, 128": 128}
 ORDER = re.compile(
-    r"\s*(mbarrier\.(?:wait|arrive)\(|await_visit\(|free_slot\(|thread_barrier\(|fence_async_shared\(|tma\.store_wait\("
-    r"|\w+_bulk_additions\(\)|(?P<names>\w+(?:, \w+)*) = (?P<wait>warpgroup_mma_wait|finished|both_finished)"
-    r"\([^,]+, (?P<deps>.*))"
+    r"\s*(mbarrier\.(?:wait|arrive)\(|await_visit\(|free_slot\(|thread_barrier\(|fence_async_shared\("
+    r"|tma\.store_wait\(|async_copy\.wait_group\(|\w+_bulk_additions\(\)"
+    r"|(?P<names>\w+(?:, \w+)*) = (?P<wait>warpgroup_mma_wait|finished|both_finished)\([^,]+, (?P<deps>.*))"
 )
 # What one may remove without a race in shared memory: a line, and the function that has it, of all modules or one.
 NOT_NEEDED = {
@@ -83,8 +86,12 @@ NOT_NEEDED = {
     "fence_async_shared() of latent_splits",
     "thread_barrier() of latent_splits",
     "thread_barrier() of resident_forward",
+    "fence_async_shared() of resident_sides",
+    "thread_barrier() of resident_sides",
     # A program must not end before its results are stored.
     "tma.store_wait(0) of compute",
+    "tma.store_wait(0) of compute_ahead",
+    "tma.store_wait(0) of compute_chunks (2)",
     # `finish_values` has a barrier, too, after the last use of the queries.
     "thread_barrier() of compute",
     "thread_barrier() of finish_item",
@@ -95,6 +102,9 @@ NOT_NEEDED = {
     "order_bulk_additions() of reduce",
     # Products of keys are fenced again, with the first queries.
     "fence_async_shared() of compute, moba.hopper_backward",
+    # Later loads have waited until both groups are past the earlier phases of these barriers.
+    "mbarrier.wait(memory.own_empty.index(own_slot), count // SHAPE.own_slots % 2 ^ 1) of load",
+    "mbarrier.wait(memory.chunk_empty.index(slot), count * CHUNKS // SLOTS % 2 ^ 1) of load",
     # The queries' slot, which is waited for first, is freed last.
     "await_visit(memory.cotangent_read, number - STAGES, SHAPE) of load",
 }
@@ -133,10 +143,12 @@ def small_calls(monkeypatch):
 def launch_of(template, name):
     if template in (hopper_prompts, hopper_eight_bit_prompts) or name.startswith("prompts, "):
         return test_hopper_prompts.launch_of(test_hopper_prompts.PROBLEMS[name.removeprefix("prompts, ")])
+    if template is hopper_resident_sides:
+        return sides_launch_of(name)
     if template in (hopper_latent, hopper_latent_keys):
         return test_hopper_latent.launch_of(test_hopper_latent.PROBLEMS[name])
     if template in (hopper_resident_forward, resident_tiles):
-        plan = launches_of(RESIDENT[name].region())["fused_forward"].plan(Target.for_arch(90))
+        plan = test_plans.launches_of(RESIDENT[name].region())["fused_forward"].plan(Target.for_arch(90))
         generator = np.random.default_rng(0)
         return plan, [np.asarray(generator.normal(size=x.shape), jnp.dtype(x.dtype)) for x in plan.inputs]
     if template is moba_backward:
@@ -151,12 +163,23 @@ def launch_of(template, name):
     return spec.plan(Target.for_arch(90)), arrays
 
 
+def sides_launch_of(name):
+    """Return the plan of a backward kernel with a resident bias, and random arrays; programs have several rounds."""
+    side, _ = name.split(", ")
+    shapes = resident_cases.rows_shapes(1, 10, 256, 128, 1, SIDES[name])
+    case = dataclasses.replace(resident_cases.CASES["evoformer"], shapes=shapes)
+    plan = test_plans.launches_of(case.region())[f"fused_{side}"].plan(Target.for_arch(90))
+    generator = np.random.default_rng(0)
+    return plan, [generator.normal(size=x.shape).astype(jnp.dtype(x.dtype)) for x in plan.inputs]
+
+
 TEMPLATES = [
     (hopper_forward, FORWARD),
     (hopper_eight_bit_forward, EIGHT_BIT_VALUES),
     (hopper_backward, tuple(BACKWARD)),
     (hopper_resident_forward, tuple(RESIDENT)),
     (resident_tiles, tuple(RESIDENT)),
+    (hopper_resident_sides, tuple(SIDES)),
     (hopper_prompts, PROMPTS),
     (hopper_eight_bit_prompts, EIGHT_BIT_PROMPTS),
     (hopper_latent, LATENT),

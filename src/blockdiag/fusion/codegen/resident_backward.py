@@ -1,28 +1,105 @@
 """Gluon source of the Hopper backward kernels that keep a pair bias in shared memory.
 
-See lowering/resident_schedule.py. One writer prints both sides, "rows" and "columns". In every round, a program has a
-tile of queries, or of keys, and loops over the other axis in chunks. A chunk has two arrays. The product with the first
-one gives scores. The product with the second one gives slopes, the gradients of the weights.
-
-One warp loads, and two groups of four warps compute, each with 64 rows of the tile. On the "columns" side, tiles have
-keys first. Probabilities and their gradients are then left operands of products in the layout that they have in
-registers.
+The kernels are the template `triton_kernels.dense.hopper_resident_sides`, once for each side, "rows" and "columns".
+This module prints the device functions that the template calls. They locate tiles, load terms of scores, add them to
+the bias, and store their gradients. See lowering/resident_schedule.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import jax.numpy as jnp
 
+from blockdiag.fusion.codegen.device_functions import FunctionWriter, indices, packed, template_source
 from blockdiag.fusion.codegen.expressions import Value
-from blockdiag.fusion.codegen.gluon import HopperKernel, gluon_source, print_function
-from blockdiag.fusion.codegen.kernels import LOG2_E, Source, cells_of
-from blockdiag.fusion.codegen.resident_sides import FEWEST_SLOTS, MOST_OTHERS, OWN, SUMS, Side, SideWriter, print_load
-from blockdiag.fusion.codegen.resident_writer import print_share, request_terms
+from blockdiag.fusion.codegen.gluon import HopperKernel, print_function
+from blockdiag.fusion.codegen.kernels import LOG2_E, Source, Writer, cells_of, widening
 from blockdiag.fusion.ir.layout import layout_of
 from blockdiag.fusion.ir.linear_terms import factor_in
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Region
-from blockdiag.fusion.lowering.resident_schedule import CHUNK, resident
-from blockdiag.fusion.lowering.tile_program import value_labels
+from blockdiag.fusion.lowering.hopper import SHARED_BYTES, Place, place_of
+from blockdiag.fusion.lowering.resident_schedule import CHUNK, Resident, resident
+from blockdiag.fusion.lowering.tile_program import value_columns, value_labels
+
+Side = Literal["rows", "columns"]
+
+_OWN = 128
+"""Queries or keys per program: two warp groups with 64 each."""
+_MOST_OTHERS = 256
+_MOST_SLOTS = 6
+# Chunks of narrow tiles whose vectors are loaded ahead, because the memory latency exceeds the time of a chunk.
+_LEAD = 4
+_FEWEST_SLOTS = 2
+_FUNCTIONS = (
+    "own_place", "place", "own_scores_at", "own_slopes_at", "chunk_scores_at", "chunk_slopes_at", "first_gradient_at",
+    "second_gradient_at", "bias_at", "line_at", "own_numbers", "own_terms", "chunk_numbers", "chunk_terms", "start",
+    "store_sums",
+)  # fmt: skip
+
+
+class _Writer(FunctionWriter):
+    """Writer of the device functions of one side's kernel.
+
+    Args:
+        plain: the plain kernel that this one replaces.
+        terms: the factor of each further leaf with a gradient, an additive term, by the index of the leaf.
+    """
+
+    def __init__(self, region: Region, plan: Resident, side: Side, plain: Source, terms: dict[int, float]) -> None:
+        is_columns = side == "columns"
+        writer = Writer(region, side, Tile(CHUNK, CHUNK), flipped=is_columns)
+        super().__init__(region, writer, (plan.held, plan.query, plan.key))
+        self.plan, self.is_columns = plan, is_columns
+        self.name = f"fused_{side}_resident"
+        self.label, self.other = ("k", "q") if is_columns else ("q", "k")
+        # The roles of leaves that threads read themselves: those that are the same for all chunks, and the others.
+        self.own_roles = ("column" if is_columns else "row", "scalar")
+        self.chunk_roles = ("row" if is_columns else "column",)
+        # The operands of the score product and of the slope product: those of the program, and those of a chunk.
+        self.own_arrays = ("key", "value") if is_columns else ("query", "cotangent")
+        self.chunk_arrays = ("query", "cotangent") if is_columns else ("key", "value")
+        self.terms, self.outputs = terms, {x.name: x for x in plain.outputs}
+        self.others = region.sizes[self.other]
+        self.own_slots, self.slots, self.lead = _slots_of(plan.width, self.others)
+        self.tile_count = region.sizes[self.label] // _OWN
+        leaf = plan.key if is_columns else plan.query
+        written = {f"grad{region.leaves.index(leaf)}": leaf.features}
+        if is_columns:
+            written["grad_value"] = tuple(value_columns(region))
+        # The gradients of the program's own tiles.
+        self.gradients = {name: self._gradient_place(name, lines) for name, lines in written.items()}
+        self.places = {**plan.places, "cotangent": plan.places["output"]}
+
+    def _gradient_place(self, name: str, lines: tuple[str, ...]) -> Place | None:
+        written = self.outputs[name]
+        layout = layout_of(written.shape, written.dims, self.region.sizes)
+        return place_of(layout, written.shape, self.label, lines, self.region.sizes)
+
+    @property
+    def loaded(self) -> dict[str, list[int]]:
+        """The leaves that the functions `own_numbers` and `chunk_numbers` load."""
+        roles = {"own": self.own_roles, "chunk": self.chunk_roles}
+        return {name: [i for i in self.pointers if self.region.leaves[i].role in x] for name, x in roles.items()}
+
+    def array_name(self, name: str) -> str:
+        """Return the name of an operand among the arrays of the launch."""
+        leaves, plan = self.region.leaves, self.plan
+        found = {"query": plan.query, "key": plan.key, "bias": plan.held}
+        return f"leaf{leaves.index(found[name])}" if name in found else name
+
+
+def _slots_of(width: int, others: int) -> tuple[int, int, int]:
+    """Return the numbers of slots for own tile pairs and for chunk pairs, and how many chunks ahead vectors load."""
+    pair, part = 2 * _OWN * width * 2, 2 * CHUNK * width * 2 + 2 * CHUNK * 4
+    lines = 2 * CHUNK * 4
+    room = SHARED_BYTES - _OWN * others * 2 - 8 * CHUNK * 2
+    left = room - 4 * _OWN * 4 - _LEAD * lines - 2 * pair
+    if left >= 4 * part:
+        return 2, min(_MOST_SLOTS, left // part), _LEAD
+    # With one pair, gradients need a staging buffer of their own. A chunk then takes as long as the memory latency.
+    left = room - lines - pair - pair // 2
+    return 1, min(_MOST_SLOTS, left // part), 1
 
 
 def resident_backward(region: Region, side: Side, places: Sequence[int], plain: Source) -> HopperKernel | None:
@@ -35,7 +112,7 @@ def resident_backward(region: Region, side: Side, places: Sequence[int], plain: 
     """
     plan = resident(region)
     sizes = region.sizes
-    if plan is None or (side == "columns" and sizes["k"] % OWN) or max(sizes["q"], sizes["k"]) > MOST_OTHERS:
+    if plan is None or (side == "columns" and sizes["k"] % _OWN) or max(sizes["q"], sizes["k"]) > _MOST_OTHERS:
         return None
     leaf = plan.key if side == "columns" else plan.query
     terms = _terms(region, side, places)
@@ -44,14 +121,14 @@ def resident_backward(region: Region, side: Side, places: Sequence[int], plain: 
     labels = set(region.batch)
     if set(leaf.labels) != labels or set(value_labels(region)) != labels:
         return None
-    own = SideWriter(region, plan, side, plain, terms)
+    own = _Writer(region, plan, side, plain, terms)
     dtype = jnp.dtype(region.dtype).name
-    is_written = all(place is not None for place in own.out_places.values())
-    if not is_written or {own.outputs[name].dtype for name in own.written} != {dtype} or own.slots < FEWEST_SLOTS:
+    is_written = all(place is not None for place in own.gradients.values())
+    if not is_written or {own.outputs[x].dtype for x in own.gradients} != {dtype} or own.slots < _FEWEST_SLOTS:
         return None
     pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum", "delta", *(f"grad{i}" for i in terms))
     rounds = cells_of(region, plan.through)
-    return HopperKernel(_source(own), _moved(own), pointers, rounds, own.tiles_of * cells_of(region, plan.cell))
+    return HopperKernel(_source(own), _moved(own), pointers, rounds, own.tile_count * cells_of(region, plan.cell))
 
 
 def _terms(region: Region, side: Side, places: Sequence[int]) -> dict[int, float] | None:
@@ -69,364 +146,162 @@ def _terms(region: Region, side: Side, places: Sequence[int]) -> dict[int, float
     return found
 
 
-def _moved(own: SideWriter) -> tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]:
+def _moved(own: _Writer) -> tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]:
     """Return the arrays that the copy engine moves, see `HopperKernel.moved`."""
     width = own.plan.width
-    rows = own.others if own.is_columns else OWN
-    rows_own = OWN if own.is_ahead else OWN // 2
-    found = [(x, own.array_name(x), own.places[x].shape, (rows_own, width)) for x in own.own_arrays]
-    found += [(x, own.array_name(x), own.places[x].shape, (CHUNK, width)) for x in own.chunk_arrays]
-    held = f"leaf{own.region.leaves.index(own.plan.held)}"
-    found.append(("bias", held, own.places["held"].shape, (rows, 64)))
-    for name, place in own.out_places.items():
+    # The template loads own tiles as a whole if they have two slots, and the rows of each group by themselves if not.
+    tiles = dict.fromkeys(own.own_arrays, (_OWN if own.own_slots > 1 else _OWN // 2, width))
+    tiles |= dict.fromkeys(own.chunk_arrays, (CHUNK, width))
+    found = [(x, own.array_name(x), own.places[x].shape, tile) for x, tile in tiles.items()]
+    rows = own.others if own.is_columns else _OWN
+    found.append(("bias", own.array_name("bias"), own.places["held"].shape, (rows, CHUNK)))
+    for name, place in own.gradients.items():
         assert place is not None
-        found.append((f"d_{name}", name, place.shape, (64, width)))
+        found.append((f"d_{name}", name, place.shape, (_OWN // 2, width)))
     return tuple(found)
 
 
-def _source(own: SideWriter) -> Source:
-    _compute(own)
-    print_load(own)
+def _source(own: _Writer) -> Source:
+    own.writer.lines = []
+    _places(own)
+    _terms_of(own, "own", own.own_roles, own.label)
+    _terms_of(own, "chunk", own.chunk_roles, own.other)
+    _start(own)
+    _store_sums(own)
     _entry(own)
     region = own.region
     names = [f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None]
+    imported = {"hopper_resident_sides": "SidesFunctions, SidesMatrices, SidesShape, resident_sides"}
     return Source(
-        gluon_source("free_slot, widened" if own.is_ahead else "forgotten, free_slot, widened", own.writer.lines),
+        template_source(imported, own.writer.lines),
         own.name,
         (*names, "value", "log_sum", "cotangent", "delta"),
         tuple(own.outputs.values()),
-        (own.tiles_of * cells_of(region, own.plan.cell), 1, 1),
+        (own.tile_count * cells_of(region, own.plan.cell), 1, 1),
     )
 
 
-def _compute(own: SideWriter) -> None:
-    """Print the function of a compute warp group."""
-    emit, plan = own.emit, own.plan
-    arrays = f"{own.memory()}{''.join(f', d_{name}' for name in own.written)}{own.pointer_parameters()}"
-    print_function(own, f"def compute({arrays}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):")
-    emit(f'"""64 {"keys" if own.is_columns else "queries"} of each round."""')
-    emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {CHUNK}, 16])")
-    emit(f"D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {plan.width}, 16])")
-    emit("T: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])")
-    emit("P: gl.constexpr = gl.DotOperandLayout(0, D, 2)")
-    emit("dtype: gl.constexpr = own_scores.dtype")
-    print_share(own, own.tiles_of)
-    own.indices("cell", None)
-    emit(f"r_{own.label} = own * {OWN} + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))")
-    emit("mbarrier.wait(held_full.index(0), 0)")
-    if own.is_ahead:
-        _find_own(own, "0")
-        _request_terms(own, "first")
-        _begin_scores(own, 0, _requested_terms(own), "0")
-        emit("scores = warpgroup_mma_wait(0, deps=[scores])")
-    else:
-        own.indices(None, "first")
-        request_terms(own, own.roles)
-    own.writer.loop("for round in range(count):", lambda: _round(own))
-    emit("tma.store_wait(0)")
-    emit()
-    emit()
+def _places(own: _Writer) -> None:
+    """Print the functions that locate tiles and lines."""
+    plan, region = own.plan, own.region
+
+    def own_place() -> None:
+        own.decode("cell", plan.cell)
+        own.emit(f"return {packed(plan.cell, 'cell')}")
+
+    def place() -> None:
+        own.decode("other", plan.through)
+        own.emit(f"return {packed(region.batch, 'other')}")
+
+    own.function("own_place", "cell", own_place, {})
+    own.function("place", "own, other", place, indices(plan.cell, "own"))
+    places = {}
+    for which, arrays in (("own", own.own_arrays), ("chunk", own.chunk_arrays)):
+        for kind, array in zip(("scores", "slopes"), arrays, strict=True):
+            places[f"{which}_{kind}"] = own.places[array]
+    # The kernel of rows has one gradient, and does not call the second function.
+    gradients = list(own.gradients.values())
+    for name, one in (("first_gradient", gradients[0]), ("second_gradient", gradients[-1])):
+        assert one is not None
+        places[name] = one
+    for name, one in places.items():
+        own.returning(f"{name}_at", "place, first, offset", own.at(one, "first + offset"))
+    own.returning("bias_at", "place", own.at(own.places["held"], "0"))
+    own.returning("line_at", "pointer, place", f"pointer + {own.base(region.batch, region.sizes['q'])}")
 
 
-def _round(own: SideWriter) -> None:
-    emit, plan = own.emit, own.plan
-    later = "(first + gl.minimum(round + 1, count - 1))"
-    if own.is_ahead:
-        _request_terms(own, later)
-        known = own.known(own.roles)
-    else:
-        known = own.requested(own.roles)
-    own.indices(None, "(first + round)")
-    # Loaded long before they are needed, if there are registers.
-    lines = [_read_lines(own, chunk) if chunk else {} for chunk in range(own.chunks if own.is_ahead else 0)]
-    _find_own(own, "round")
-    for name in SUMS[: len(own.written)]:
-        emit(f"{name} = gl.zeros([64, {plan.width}], gl.float32, D)")
-    if own.terms:
-        emit("sums = gl.zeros([64, 8], gl.float32, T)")
-    if own.is_ahead:
-        for chunk in range(own.chunks):
-            if chunk == 0:
-                _find_chunk(own, 0, "round")
-            else:
-                _begin_scores(own, chunk, {**known, **lines[chunk]}, "round")
-            _begin_slopes(own)
-            if chunk == 0:
-                _end_last_round(own)
-            _chunk(own, chunk, chunk == 0)
-    else:
-
-        def part() -> None:
-            _begin_scores(own, 0, {**known, **_read_lines(own, 0)}, "round")
-            _begin_slopes(own)
-            _chunk(own, 0, is_begun=False)
-            _end_products(own, 0)
-
-        own.writer.loop(f"for part in range({own.chunks}):", part)
-        # Only now are there registers for these loads. Writing the gradients takes long enough to hide them.
-        own.indices(None, later)
-        request_terms(own, own.roles)
-        own.indices(None, "(first + round)")
-    _finish(own)
-
-
-def _end_last_round(own: SideWriter) -> None:
-    own.emit("# The last round's gradients have been stored by now.")
-    own.emit("tma.store_wait(0)")
-    own.emit("thread_barrier()")
-    own.emit(f"free_slot(own_empty, round + {own.own_slots - 1}, {own.own_slots}, round > 0)")
-
-
-def _end_products(own: SideWriter, later: int) -> None:
-    """Print the wait for the gradient products of a round, or of a chunk.
+def _terms_of(own: _Writer, name: str, roles: Sequence[str], label: str) -> None:
+    """Print the functions that load terms, and convert what they have loaded.
 
     Args:
-        later: the number of products started after these.
+        name: "own" or "chunk".
+        roles, label: the roles of the terms' leaves, and the label of the positions along which they vary.
     """
-    done = ", ".join(own.sums())
-    own.emit(f"{done} = warpgroup_mma_wait({later}, deps=[{done}])")
-    own.emit("thread_barrier()")
-    last = f"round * {own.chunks} + {own.chunks - 1}" if own.is_ahead else "at"
-    own.emit(f"free_slot(chunk_empty, {last}, {own.slots})")
+    region, line, loaded = own.region, f"r_{label}", own.loaded[name]
+
+    def numbers() -> None:
+        for i in loaded:
+            leaf, layout = region.leaves[i], own.writer.layouts[i]
+            more = "" if leaf.role == "scalar" else f" + {own.writer.times(line, label, layout)}"
+            own.emit(f"loaded{i} = tl.load(p_leaf{i} + {layout.base(leaf.labels)}{more})")
+        own.emit(f"return {_tuple((f'loaded{i}' for i in loaded), '0')}")
+
+    def terms() -> None:
+        axes = {"row": own.writer.row, "column": own.writer.column}
+        for i in loaded:
+            leaf = region.leaves[i]
+            own.emit(f"leaf{i} = (loaded{i}{widening(leaf)}){axes.get(leaf.role, '')}")
+        own.read(roles, counted=True)
+        own.emit(f"return {_tuple((f'leaf{i}' for i in own.known(roles)), '0')}")
+
+    own.function(f"{name}_numbers", f"arrays, place, {line}", numbers, own.batch_indices | own.arrays)
+    own.function(f"{name}_terms", f"numbers, {line}", terms, _elements("loaded", loaded, "numbers"))
 
 
-def _find_own(own: SideWriter, number: str) -> None:
-    """Print the wait for the program's own tiles of a round, and name them."""
-    emit = own.emit
-    emit(f"own_slot = {number} % {own.own_slots}")
-    emit(f"mbarrier.wait(own_full.index({own.own_barrier('own_slot')}), {number} // {own.own_slots} % 2)")
-    if own.is_ahead:
-        for name in ("scores", "slopes"):
-            _name_own(own, name)
-    if not own.is_columns:
-        for i, name in enumerate(("base", "delta")):
-            place = f"lines.index(own_slot * 2 + {i}).slice(GROUP * 64, 64)"
-            emit(f"{name} = {place}.load(gl.SliceLayout(1, S))[:, None]")
+def _start(own: _Writer) -> None:
+    """Print the function that adds terms to the bias."""
+    plan = own.plan
+    held = own.region.leaves.index(plan.held)
+    own_terms, chunk_terms = own.known(own.own_roles), own.known(own.chunk_roles)
+
+    def start() -> None:
+        tiles = own.tiles({**own_terms, **chunk_terms, held: Value(f"leaf{held}", (CHUNK, CHUNK))})
+        found = own.evaluate(plan.others, tiles, "x").name
+        if plan.of_keys is not None:
+            found += f" + {own.evaluate(plan.of_keys, tiles, 'y').name}"
+        own.emit(f"return {found}")
+
+    known = _elements("leaf", own_terms, "own_terms") | _elements("leaf", chunk_terms, "chunk_terms")
+    own.function("start", "own_terms, chunk_terms, bias", start, {f"leaf{held}": "bias"} | known)
 
 
-def _request_terms(own: SideWriter, through: str) -> None:
-    """Print early loads of the terms that the first scores of a round start from."""
-    own.indices(None, through)
-    request_terms(own, own.roles)
-    if _has_lines(own):
-        _count_lines(own, 0)
-        request_terms(own, (own.line_role,))
+def _store_sums(own: _Writer) -> None:
+    """Print the function that stores the gradients of own terms."""
+    region, line = own.region, f"r_{own.label}"
+
+    def store() -> None:
+        for i, factor in own.terms.items():
+            written = own.outputs[f"grad{i}"]
+            layout = layout_of(written.shape, written.dims, region.sizes)
+            at = f"p_grad{i} + {layout.base(region.batch)} + {own.writer.times(line, own.label, layout)}"
+            own.emit(f"tl.store({at}, (sums * {factor}).to(p_grad{i}.dtype.element_ty))")
+        if not own.terms:
+            own.emit("pass")
+
+    known = own.batch_indices | _elements("p_grad", own.terms, "gradients")
+    own.function("store_sums", f"gradients, place, {line}, sums", store, known)
 
 
-def _requested_terms(own: SideWriter) -> dict[int, Value]:
-    if not _has_lines(own):
-        return own.requested(own.roles)
-    _count_lines(own, 0)
-    return own.requested((*own.roles, own.line_role))
+def _tuple(names: Iterable[str], otherwise: str) -> str:
+    """Return a tuple as source text. Without names it holds `otherwise`, as it must not be empty."""
+    return f"({', '.join(names) or otherwise},)"
 
 
-def _has_lines(own: SideWriter) -> bool:
-    return any(leaf.role == own.line_role for leaf in own.region.leaves)
+def _elements(prefix: str, places: Iterable[int], name: str) -> dict[str, str]:
+    """Return the names of leaves, each with the element of the tuple `name` that holds it."""
+    return {f"{prefix}{x}": f"{name}[{i}]" for i, x in enumerate(places)}
 
 
-def _count_lines(own: SideWriter, chunk: int) -> None:
-    own.emit(f"r_{own.other} = {own.number(chunk)} * {CHUNK} + gl.arange(0, {CHUNK}, gl.SliceLayout(0, S))")
-
-
-def _read_lines(own: SideWriter, chunk: int) -> dict[int, Value]:
-    """Print the loads of a chunk's per-row or per-column leaves, and return their values."""
-    if not _has_lines(own):
-        return {}
-    _count_lines(own, chunk)
-    found = {}
-    for i, value in own.read((own.line_role,)).items():
-        own.emit(f"line{i}_{chunk} = {value.name}")
-        found[i] = Value(f"line{i}_{chunk}", value.shape)
-    return found
-
-
-def _name_own(own: SideWriter, name: str) -> None:
-    own.emit(f"{name}_own = own_{name}.index({own.forgotten('own_slot')}).slice(GROUP * 64, 64)")
-
-
-def _find_chunk(own: SideWriter, chunk: int, number: str) -> None:
-    """Print the position of a chunk in the sequence of chunks, and name its slots."""
-    emit = own.emit
-    emit(f"at = {number} * {own.chunks} + {own.number(chunk)}")
-    emit(f"slot = at % {own.slots}")
-    for name in ("scores", "slopes"):
-        emit(f"{name}_chunk = chunk_{name}.index({own.forgotten('slot')})")
-
-
-def _begin_scores(own: SideWriter, chunk: int, known: dict[int, Value], round_number: str) -> None:
-    """Print the start of the product that gives the scores of a chunk."""
-    emit, plan, region = own.emit, own.plan, own.region
-    held = region.leaves.index(plan.held)
-    number = own.number(chunk)
-    if not own.is_columns:
-        piece = f"held.index({number}).slice(GROUP * 64, 64)"
-    elif own.is_ahead:
-        piece = f"held.index(GROUP).slice({chunk * CHUNK}, {CHUNK}).permute((1, 0))"
-    else:
-        emit(f"pieces = reinterpret(held, dtype, [{2 * own.chunks}, {CHUNK}, 64], held.layout)")
-        piece = f"pieces.index(GROUP * {own.chunks} + {number}).permute((1, 0))"
-    emit(f"leaf{held} = widened({piece}.load(S))")
-    tiles = own.tiles({**known, held: Value(f"leaf{held}", (CHUNK, CHUNK))})
-    start = own.evaluate(plan.others, tiles, f"x{chunk}_").name
-    if plan.of_keys is not None:
-        start += f" + {own.evaluate(plan.of_keys, tiles, f'y{chunk}_').name}"
-    emit(f"start = {start}")
-    _find_chunk(own, chunk, round_number)
-    emit(f"mbarrier.wait(chunk_full.index(slot), at // {own.slots} % 2)")
-    if not own.is_ahead:
-        _name_own(own, "scores")
-    emit("scores = warpgroup_mma(scores_own, scores_chunk.permute((1, 0)), start, is_async=True)")
-
-
-def _begin_slopes(own: SideWriter) -> None:
-    """Print the start of the product that gives the slopes of a chunk."""
-    emit = own.emit
-    if own.is_columns:
-        for i, name in enumerate(("base", "delta")):
-            emit(f"{name} = lines.index(slot * 2 + {i}).load(gl.SliceLayout(0, S))[None, :]")
-    emit(f"start, _ = gl.broadcast(delta, gl.zeros([64, {CHUNK}], gl.float32, S))")
-    if not own.is_ahead:
-        _name_own(own, "slopes")
-    emit("slopes = warpgroup_mma(slopes_own, slopes_chunk.permute((1, 0)), start, is_async=True)")
-
-
-def _chunk(own: SideWriter, chunk: int, is_begun: bool) -> None:
-    """Print the probabilities and slopes of a chunk, and the start of its gradient products.
-
-    Args:
-        is_begun: whether its scores are finished already.
-    """
-    emit, plan = own.emit, own.plan
-    if not is_begun:
-        emit("scores = warpgroup_mma_wait(1, deps=[scores])")
-    if chunk > 0:
-        emit("# The last chunk's products are done, too.")
-        emit("thread_barrier()")
-        emit(f"free_slot(chunk_empty, at + {own.slots - 1}, {own.slots})")
-    emit(f"power = gl.exp2(scores * {plan.unit * LOG2_E} - base)")
-    first = "use_acc=False, " if chunk == 0 and own.is_ahead else ""
-    if own.is_columns:
-        emit("factor = gl.convert_layout(power.to(dtype), P)")
-        emit(f"sum_second = warpgroup_mma(factor, slopes_chunk, sum_second, {first}is_async=True)")
-    emit(f"slopes = warpgroup_mma_wait({1 if own.is_columns else 0}, deps=[slopes])")
-    if not own.is_ahead:
-        emit("# No more products read the program's own tiles.")
-        emit("thread_barrier()")
-        emit(f"mbarrier.arrive(own_empty.index(GROUP), count=1, pred=part == {own.chunks - 1})")
-    emit("slopes = (slopes * power).to(dtype)")
-    emit(f"sum_first = warpgroup_mma(gl.convert_layout(slopes, P), scores_chunk, sum_first, {first}is_async=True)")
-    if own.terms:
-        emit("factor = gl.convert_layout(slopes, gl.DotOperandLayout(0, T, 2))")
-        emit(f"sums = warpgroup_mma(factor, ones.permute((1, 0)), sums, {first}is_async=True)")
-
-
-def _finish(own: SideWriter) -> None:
-    """Print the end of a round: its gradients are written, and the scores of the next round may start before that."""
-    emit, region = own.emit, own.region
-    if own.is_ahead:
-        emit("scores_done, slopes_done = scores_own, slopes_own")
-        _find_own(own, "(round + 1)")
-        _begin_scores(own, 0, _requested_terms(own), "(round + 1)")
-        emit("scores_own, slopes_own = scores_done, slopes_done")
-        _end_products(own, 1)
-    results = (f"({SUMS[0]} * {own.plan.unit}).to(dtype)", f"{SUMS[1]}.to(dtype)")
-    written = list(zip(own.out_places, results, strict=False))
-    if own.is_ahead:
-        # Gradients are staged in this group's own rows, which are no longer read.
-        _write(own, written, ("scores_own", "slopes_own"))
-    else:
-        for one in written:
-            emit("# The staging buffer is free once its last store is done.")
-            emit("tma.store_wait(0)")
-            emit("thread_barrier()")
-            _write(own, [one], ("passage.index(GROUP)",))
-    if own.terms:
-        # The columns of a product with ones are equal, so the maximum selects any of them.
-        emit("sums = gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, S))")
-    for i, factor in own.terms.items():
-        written = own.outputs[f"grad{i}"]
-        layout = layout_of(written.shape, written.dims, region.sizes)
-        at = f"p_grad{i} + {layout.base(region.batch)} + {own.writer.times(f'r_{own.label}', own.label, layout)}"
-        emit(f"tl.store({at}, (sums * {factor}).to(p_grad{i}.dtype.element_ty))")
-    if own.is_ahead:
-        emit("# The compiler does not support a product in flight across loop iterations.")
-        emit("scores = warpgroup_mma_wait(0, deps=[scores])")
-
-
-def _write(own: SideWriter, written: Sequence[tuple[str, str]], memory: Sequence[str]) -> None:
-    """Print the store of gradients through shared memory."""
-    emit = own.emit
-    for (_, result), place in zip(written, memory, strict=False):
-        emit(f"{place}.store({result})")
-    emit("fence_async_shared()")
-    emit("thread_barrier()")
-    for (name, _), shared in zip(written, memory, strict=False):
-        place = own.out_places[name]
-        assert place is not None
-        at = own.at(place, f"own * {OWN} + GROUP * 64")
-        emit(f"tma_store(d_{name}, [{at}], {shared})")
-
-
-def _print_ones(own: SideWriter) -> None:
-    """Print the allocation of ones, [8, CHUNK], with which a product computes row sums."""
-    emit = own.emit
-    swizzle = f"swizzle_byte_width={min(128, 2 * CHUNK)}"
-    emit(f"LINES: gl.constexpr = gl.NVMMASharedLayout({swizzle}, element_bitwidth=16, rank=2)")
-    emit("SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])")
-    emit(f"ones = gl.allocate_shared_memory(query.dtype, [8, {CHUNK}], LINES)")
-    emit(f"ones.store(gl.full([8, {CHUNK}], 1.0, gl.float32, SPREAD).to(query.dtype))")
-
-
-def _entry(own: SideWriter) -> None:
-    """Print the kernel function."""
-    emit = own.emit
-    width = own.plan.width
-    pointers = own.pointer_parameters()
-    own_arrays, chunk_arrays = ", ".join(own.own_arrays), ", ".join(own.chunk_arrays)
-    targets = "".join(f", d_{name}" for name in own.written)
-    print_function(own, f"def {own.name}({own_arrays}, {chunk_arrays}, bias{targets}{pointers}, ROUNDS: gl.constexpr):")
-    held = "keys" if own.is_columns else "queries"
-    emit(f'"""One program: a tile of {held}, and ROUNDS of the indices along which the bias is the same."""')
-    for which, names, shape in (
-        ("own", own.own_arrays, f"[{own.own_slots}, {OWN}, {width}]"),
-        ("chunk", own.chunk_arrays, f"[{own.slots}, {CHUNK}, {width}]"),
-    ):
-        for name, kind in zip(names, ("scores", "slopes"), strict=True):
-            emit(f"{which}_{kind} = gl.allocate_shared_memory(query.dtype, {shape}, {name}.layout)")
-    line = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
-    count, length = (own.slots, CHUNK) if own.is_columns else (own.own_slots, OWN)
-    emit(f"lines = gl.allocate_shared_memory(gl.float32, [{2 * count}, {length}], {line})")
-    if own.is_columns:
-        emit(f"staged = gl.allocate_shared_memory(gl.float32, [{2 * own.lead}, {CHUNK}], {line})")
-    else:
-        emit("staged = lines")
-    shape = f"[2, {own.others}, 64]" if own.is_columns else f"[{own.others // 64}, {OWN}, 64]"
-    emit(f"held = gl.allocate_shared_memory(bias.dtype, {shape}, bias.layout)")
-    if own.terms:
-        _print_ones(own)
-    else:
-        emit("ones = lines")
-    # A second arrival stands for the vectors that come with the bytes of the copy engine.
-    owners, arrivals = (own.own_slots, 2) if own.is_ahead else (2, 1)
-    emit(f"own_full = make_barriers({owners}, {1 if own.is_columns else 2})")
-    emit(f"own_empty = make_barriers({owners}, {arrivals})")
-    emit(f"chunk_full = make_barriers({own.slots}, {2 if own.is_columns else 1})")
-    emit(f"chunk_empty = make_barriers({own.slots}, 2)")
-    emit("held_full = make_barriers(1, 1)")
-    if not own.is_ahead:
-        name = next(iter(own.written))
-        emit(f"passage = gl.allocate_shared_memory(query.dtype, [2, {OWN // 2}, {width}], d_{name}.layout)")
-    emit("fence_async_shared()")
-    emit("thread_barrier()")
-    computing = f"{own.memory()}{targets}{pointers}, ROUNDS"
-    emit("gl.warp_specialize([")
-    emit(f"    (compute, ({computing}, 0)),")
-    emit(f"    (compute, ({computing}, 1)),")
-    lines = "p_log_sum, p_delta, ROUNDS"
-    if own.is_ahead:
-        emit(f"    (load, ({own.memory()}, {own_arrays}, {chunk_arrays}, bias, {lines})),")
-        emit("], [4, 1], [240, 24])")
-        return
-    emit(f"    (load, ({own.memory()}, {chunk_arrays}, {lines})),")
-    emit(f"    (load_own, ({own.memory()}, {own_arrays}, bias, {lines})),")
-    emit("], [4, 1, 1], [240, 24, 24])")
+def _entry(own: _Writer) -> None:
+    """Print the static properties and the kernel function."""
+    plan, emit = own.plan, own.emit
+    own.writer.depth = 0
+    emit(f"FUNCTIONS = gl.constexpr(SidesFunctions({', '.join(_FUNCTIONS)}))")
+    shape = {
+        "is_columns": own.is_columns, "tiles": own.tile_count, "rounds": cells_of(own.region, plan.through),
+        "chunks": own.others // CHUNK, "width": plan.width, "own_slots": own.own_slots, "slots": own.slots,
+        "lead": own.lead, "has_terms": bool(own.terms), "factor": plan.unit, "unit": plan.unit * LOG2_E,
+    }  # fmt: skip
+    emit(f"SHAPE = gl.constexpr(SidesShape({', '.join(f'{name}={x!r}' for name, x in shape.items())}))")
+    emit()
+    emit()
+    moved = ", ".join((*own.own_arrays, *own.chunk_arrays, "bias"))
+    gradients = [f"d_{name}" for name in own.gradients]
+    sums = [f"p_grad{i}" for i in own.terms]
+    pointers = f"{own.parameters()}, p_log_sum, p_delta{''.join(f', {x}' for x in sums)}"
+    print_function(own, f"def {own.name}({moved}, {', '.join(gradients)}{pointers}, ROUNDS: gl.constexpr):")
+    arrays = _tuple((f"p_leaf{i}" for i in own.pointers), "p_log_sum")
+    emit(
+        f"resident_sides(SidesMatrices({moved}, {_tuple(gradients, '')}), {arrays}, p_log_sum, p_delta, "
+        f"{_tuple(sums, 'p_log_sum')}, ROUNDS, FUNCTIONS, SHAPE)"
+    )

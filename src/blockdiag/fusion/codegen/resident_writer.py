@@ -1,6 +1,7 @@
-"""Shared writer of the Hopper kernels that keep a pair bias in shared memory.
+"""Shared writer of the Hopper kernels that keep a pair bias in shared memory, and are printed as a whole.
 
-The backward kernels are printed as a whole. The forward kernel is a template, and shares the printers of key terms.
+These are the backward kernels by rows that also have the gradient of the bias. The template of the forward kernel
+shares the printers of key terms.
 """
 
 from collections.abc import Sequence
@@ -28,15 +29,6 @@ class ResidentWriter(GluonWriter):
         for name, labels in ((cell, self.plan.cell), (through, self.plan.through)):
             if name is not None:
                 self.decode(name, labels)
-
-    def requested(self, roles: Sequence[str]) -> dict[int, Value]:
-        """Print the values of leaves whose loads `request_terms` has started, as `read` would name them."""
-        axis = {"row": self.writer.row, "column": self.writer.column}
-        for i in self.pointers:
-            leaf = self.region.leaves[i]
-            if leaf.role in roles:
-                self.emit(f"leaf{i} = (loaded{i}{widening(leaf)}){axis.get(leaf.role, '')}")
-        return self.known(roles) | self.read(roles, counted=True)
 
 
 def print_share(own: ResidentWriter, tiles: int) -> None:

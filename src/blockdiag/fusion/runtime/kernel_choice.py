@@ -15,10 +15,9 @@ from blockdiag.fusion.codegen.expressions import NotPrintable
 from blockdiag.fusion.codegen.gluon import HopperKernel
 from blockdiag.fusion.codegen.kernels import Source, forward_source
 from blockdiag.fusion.codegen.one_pass_backward import one_pass_kernel
-from blockdiag.fusion.codegen.resident_backward import resident_backward
+from blockdiag.fusion.codegen.resident_backward import Side, resident_backward
 from blockdiag.fusion.codegen.resident_forward import resident_kernel
 from blockdiag.fusion.codegen.resident_pairs import OWN, resident_pairs
-from blockdiag.fusion.codegen.resident_sides import Side
 from blockdiag.fusion.codegen.streamed_forward import streamed_kernel
 from blockdiag.fusion.ir.tile import Kind, Tile
 from blockdiag.fusion.ir.tree import FEATURES, Region
