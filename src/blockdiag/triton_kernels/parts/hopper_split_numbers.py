@@ -1,7 +1,7 @@
 """Device helpers in Gluon that add a float32 number of each query to a tile of products [keys, queries] on Hopper.
 
 Each thread of such a tile has two rows and many columns, so it would load many numbers, which its neighbours load too:
-1/16 of the traffic of shared memory in a backward pass with 128 features. Worse, a load waits until operands of the
+7% of the traffic of shared memory in a backward pass with 128 features. Worse, a load waits until operands of the
 products in flight have been read. So a product adds the numbers: of a tile of ones, and of a matrix whose rows have the
 parts of a number in bfloat16. Three parts have all bits of a float32 number.
 """
