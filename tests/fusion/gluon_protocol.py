@@ -32,7 +32,6 @@ from blockdiag.triton_kernels.parts import hopper_split_numbers, hopper_tiles, r
 
 # In the order in which their names hide each other.
 TEMPLATES = (
-    hopper_tiles,
     hopper_backward,
     hopper_forward,
     hopper_eight_bit_forward,
@@ -43,7 +42,7 @@ TEMPLATES = (
     hopper_latent_keys,
     moba_backward,
 )
-PARTS = (resident_tiles, transposed_tiles, hopper_split_numbers)
+PARTS = (hopper_tiles, resident_tiles, transposed_tiles, hopper_split_numbers)
 
 
 class Deadlock(AssertionError):

@@ -79,6 +79,21 @@ class FunctionWriter(GluonWriter):
         body = functools.partial(self.emit, f"return {expression}")
         self.function(name, parameters, body, self.batch_indices if known is None else known)
 
+    def print_batch_places(self, own: Sequence[str], others: Sequence[str]) -> None:
+        """Print `own_place`, which decodes a program's batch indices, and `place`, which adds those it loops over."""
+        batch = self.region.batch
+
+        def own_place() -> None:
+            self.decode("cell", own)
+            self.emit(f"return {packed(own, 'cell')}")
+
+        def place() -> None:
+            self.decode("other", others)
+            self.emit(f"return {packed(batch, 'other')}")
+
+        self.function("own_place", "cell", own_place, {})
+        self.function("place", "own, other", place, indices(own, "own"))
+
     def print_places(self, places: Mapping[str, Place]) -> None:
         """Print a function `<name>_at` for each array, which returns the row and the column of a tile."""
         for name, place in places.items():

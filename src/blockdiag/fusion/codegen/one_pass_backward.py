@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag.fusion.codegen.backward import gradient_dims, partial_dims
-from blockdiag.fusion.codegen.device_functions import FunctionWriter, indices, packed, template_source
+from blockdiag.fusion.codegen.device_functions import FunctionWriter, template_source
 from blockdiag.fusion.codegen.gluon import HopperKernel, print_function
 from blockdiag.fusion.codegen.kernels import LOG2_E, Output, Source, Writer, cells_of
 from blockdiag.fusion.frontend.trace import tile_jaxpr
@@ -77,17 +77,7 @@ def _places(own: _Writer, labels: Sequence[str]) -> None:
         labels: the batch labels along which lists of tiles differ.
     """
     plan, region = own.plan, own.region
-
-    def own_place() -> None:
-        own.decode("cell", plan.own)
-        own.emit(f"return {packed(plan.own, 'cell')}")
-
-    def place() -> None:
-        own.decode("other", plan.others)
-        own.emit(f"return {packed(region.batch, 'other')}")
-
-    own.function("own_place", "cell", own_place, {})
-    own.function("place", "own, other", place, indices(plan.own, "own"))
+    own.print_batch_places(plan.own, plan.others)
     own.print_places({name: own.places[name] for name in _parts(plan) if name != "query_gradient"})
     own.returning("row_at", "place", own.base(region.batch, region.sizes["q"]))
     own.returning("line_at", "place", own.base(labels, 1))

@@ -10,7 +10,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from blockdiag.fusion.codegen.device_functions import FunctionWriter, indices, packed, template_source
+from blockdiag.fusion.codegen.device_functions import FunctionWriter, template_source
 from blockdiag.fusion.codegen.expressions import Value
 from blockdiag.fusion.codegen.gluon import HopperKernel, print_function
 from blockdiag.fusion.codegen.kernels import LOG2_E, Source, Writer, cells_of, widening
@@ -184,17 +184,7 @@ def _source(own: _Writer) -> Source:
 def _places(own: _Writer) -> None:
     """Print the functions that locate tiles and lines."""
     plan, region = own.plan, own.region
-
-    def own_place() -> None:
-        own.decode("cell", plan.cell)
-        own.emit(f"return {packed(plan.cell, 'cell')}")
-
-    def place() -> None:
-        own.decode("other", plan.through)
-        own.emit(f"return {packed(region.batch, 'other')}")
-
-    own.function("own_place", "cell", own_place, {})
-    own.function("place", "own, other", place, indices(plan.cell, "own"))
+    own.print_batch_places(plan.cell, plan.through)
     places = {}
     for which, arrays in (("own", own.own_arrays), ("chunk", own.chunk_arrays)):
         for kind, array in zip(("scores", "slopes"), arrays, strict=True):

@@ -6,7 +6,7 @@ the template calls. They locate tiles, and compute the terms of scores. See lowe
 
 from collections.abc import Mapping
 
-from blockdiag.fusion.codegen.device_functions import FunctionWriter, indices, packed, template_source
+from blockdiag.fusion.codegen.device_functions import FunctionWriter, indices, template_source
 from blockdiag.fusion.codegen.expressions import Value
 from blockdiag.fusion.codegen.gluon import HopperKernel, print_function
 from blockdiag.fusion.codegen.kernels import LOG2_E, Source, Writer, cells_of, forward_outputs
@@ -50,18 +50,8 @@ def _elements(name: str, elements: Mapping[str, int]) -> dict[str, str]:
 
 def _places(own: _Writer) -> None:
     """Print the functions that locate tiles."""
-    plan, region = own.plan, own.region
-
-    def own_place() -> None:
-        own.decode("cell", plan.cell)
-        own.emit(f"return {packed(plan.cell, 'cell')}")
-
-    def place() -> None:
-        own.decode("round", plan.through)
-        own.emit(f"return {packed(region.batch, 'round')}")
-
-    own.function("own_place", "cell", own_place, {})
-    own.function("place", "own, round", place, indices(plan.cell, "own"))
+    plan = own.plan
+    own.print_batch_places(plan.cell, plan.through)
     first = f"tile * {ROWS}"
     own.returning("bias_at", "own, tile", own.at(plan.places["held"], first), indices(plan.cell, "own"))
     own.returning("query_at", "place, tile", own.at(plan.places["query"], first))

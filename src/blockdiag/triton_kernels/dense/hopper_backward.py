@@ -74,7 +74,7 @@ from blockdiag.triton_kernels.parts.hopper_split_numbers import (
     start_from_split,
     store_split,
 )
-from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
+from blockdiag.triton_kernels.parts.hopper_tiles import finished, make_barriers
 from blockdiag.triton_kernels.parts.reductions import add_rows, finish_bulk_additions, order_bulk_additions
 
 REDUCERS = gl.constexpr(3)
@@ -279,15 +279,6 @@ def start_sums(left, rights, slot, b_sums, IN_REGISTERS: gl.constexpr, USE_SUMS:
             operand = left
         result = result + (warpgroup_mma(operand, rights[i].index(slot), b_sums[i], use_acc=USE_SUMS, is_async=True),)
     return result
-
-
-@gluon.jit
-def finished(PENDING: gl.constexpr, tiles):
-    """Return sums once all but the last PENDING products have completed."""
-    if len(tiles) == 1:
-        return (warpgroup_mma_wait(PENDING, deps=tiles),)
-    else:
-        return warpgroup_mma_wait(PENDING, deps=tiles)
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ The caller passes `FUNCTIONS`, generated for a region:
 | function | returns |
 |---|---|
 | own_place(cell) | the batch indices that the bias has, from the index of a cell |
-| place(own, round) | all batch indices; `own` is what `own_place` returns |
+| place(own, other) | all batch indices; `own` is what `own_place` returns, `other` the number of a round |
 | bias_at(own, tile) | the row and the column of the bias of a tile of queries, at key 0 |
 | query_at(place, tile) | the row and the column of a tile of queries |
 | output_at(place, tile, first) | the row and the column of results, from query `first` of a tile on |
@@ -53,7 +53,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from blockdiag.triton_kernels.launch.gluon_names import thread_barrier, tma_load, tma_store
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
-from blockdiag.triton_kernels.parts.resident_tiles import free_slot, load_slot, partial_sums, wait_slot, widened
+from blockdiag.triton_kernels.parts.resident_tiles import (
+    free_slot,
+    load_slot,
+    make_ones,
+    partial_sums,
+    wait_slot,
+    widened,
+)
 
 # The warps of a compute group.
 WARPS = gl.constexpr(4)
@@ -385,16 +392,6 @@ def load(memory, matrices, arrays, ROUNDS: gl.constexpr, FUNCTIONS: gl.constexpr
             # The loads for the next round complete while this waits for slots.
             following = FUNCTIONS.place(own, first_round + gl.minimum(number + 1, count - 1))
             loaded = FUNCTIONS.request_terms(arrays, following, r_k)
-
-
-@gluon.jit
-def make_ones(dtype: gl.constexpr, COUNT: gl.constexpr):
-    """Return a matrix of ones, [8, COUNT], in shared memory."""
-    LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * COUNT), element_bitwidth=16, rank=2)
-    SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
-    ones = gl.allocate_shared_memory(dtype, [FEW_COLUMNS, COUNT], LINES)
-    ones.store(gl.full([FEW_COLUMNS, COUNT], 1.0, gl.float32, SPREAD).to(dtype))
-    return ones
 
 
 @gluon.jit

@@ -67,8 +67,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blockdiag.triton_kernels.launch.gluon_names import load_async, reinterpret, thread_barrier, tma_load, tma_store
-from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
-from blockdiag.triton_kernels.parts.resident_tiles import forgotten, free_slot, widened
+from blockdiag.triton_kernels.parts.hopper_tiles import finished, make_barriers
+from blockdiag.triton_kernels.parts.resident_tiles import forgotten, free_slot, make_ones, widened
 
 # Queries or keys per program, those of a warp group, and those of a chunk.
 OWN = gl.constexpr(128)
@@ -137,7 +137,7 @@ class SidesShape:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the first scores of a round start before the results of the last one are written."""
+        """Whether a round starts its first scores before the round before has written its results."""
         return self.own_slots > 1
 
 
@@ -361,15 +361,6 @@ def add_products(memory, scores_chunk, slopes_chunk, b_scores, b_slopes, b_base,
         b_added = b_added + (warpgroup_mma(b_factor, memory.ones.permute((1, 0)), b_sums[len(b_sums) - 1],
                                            use_acc=USE_SUMS, is_async=True),)
     return b_added
-
-
-@gluon.jit
-def finished(PENDING: gl.constexpr, b_sums):
-    """Return sums once all but the last PENDING products have completed."""
-    if len(b_sums) == 1:
-        return (warpgroup_mma_wait(PENDING, deps=b_sums),)
-    else:
-        return warpgroup_mma_wait(PENDING, deps=b_sums)
 
 
 @gluon.jit
@@ -670,16 +661,6 @@ def load_own(memory, matrices, p_log_sum, p_delta, ROUNDS: gl.constexpr, FUNCTIO
 
 
 @gluon.jit
-def make_ones(dtype: gl.constexpr):
-    """Return a matrix of ones, [8, 64], with which a product computes row sums."""
-    ONES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    ones = gl.allocate_shared_memory(dtype, [8, CHUNK], ONES)
-    ones.store(gl.full([8, CHUNK], 1.0, gl.float32, SPREAD).to(dtype))
-    return ones
-
-
-@gluon.jit
 def resident_sides(matrices, arrays, p_log_sum, p_delta, gradients, ROUNDS: gl.constexpr, FUNCTIONS: gl.constexpr,
                    SHAPE: gl.constexpr):
     """Compute the gradients of one own tile in ROUNDS of its rounds.
@@ -705,7 +686,7 @@ def resident_sides(matrices, arrays, p_log_sum, p_delta, gradients, ROUNDS: gl.c
         bias = gl.allocate_shared_memory(matrices.bias.dtype, [SHAPE.chunks, OWN, CHUNK], matrices.bias.layout)
     ones = lines
     if SHAPE.has_terms:
-        ones = make_ones(dtype)
+        ones = make_ones(dtype, CHUNK)
     # A second arrival stands for the vectors that come with the bytes of the copy engine.
     own_full = make_barriers(2, 1 if SHAPE.is_columns else 2)
     own_empty = make_barriers(2, 2 if SHAPE.is_ahead else 1)

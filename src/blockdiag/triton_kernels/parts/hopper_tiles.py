@@ -13,7 +13,7 @@ programs that prefetch into a ring of slots take 1.05 to 1.13 times, with or wit
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from blockdiag.triton_kernels.launch.gluon_names import thread_barrier, tma_load, tma_store
 
@@ -228,3 +228,12 @@ def rotate(b_tile, b_cos, b_sin, SIGN: gl.constexpr, INTERLEAVED: gl.constexpr):
 def rotate_memory(memory, b_cos, b_sin, INTERLEAVED: gl.constexpr, LAYOUT: gl.constexpr):
     """Rotate a tile in place in shared memory."""
     memory.store(rotate(memory.load(LAYOUT), b_cos, b_sin, 1.0, INTERLEAVED).to(memory.dtype))
+
+
+@gluon.jit
+def finished(PENDING: gl.constexpr, tiles):
+    """Return sums once all but the last PENDING products have completed."""
+    if len(tiles) == 1:
+        return (warpgroup_mma_wait(PENDING, deps=tiles),)
+    else:
+        return warpgroup_mma_wait(PENDING, deps=tiles)

@@ -86,3 +86,13 @@ def rounded_product(a_tile, b_tile):
     return gl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a_tile, b_tile], dtype=gl.float32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def make_ones(dtype: gl.constexpr, COUNT: gl.constexpr):
+    """Return a matrix of ones, [8, COUNT], in shared memory, with which a product computes sums of rows."""
+    LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * COUNT), element_bitwidth=16, rank=2)
+    SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
+    ones = gl.allocate_shared_memory(dtype, [8, COUNT], LINES)
+    ones.store(gl.full([8, COUNT], 1.0, gl.float32, SPREAD).to(dtype))
+    return ones
