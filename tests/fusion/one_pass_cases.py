@@ -51,10 +51,15 @@ CASES = {
     "parts_soft_cap": Streamed(causal_soft_cap, _shapes(1, 256, 256, 1, 96)),
     "wide_parts": Streamed(attend, _shapes(1, 256, 192, 1, 192)),
     "wide_parts_causal": Streamed(streamed_cases.causal, _shapes(2, 256, 256, 1, 192), "float16"),
+    "sunk": Streamed(streamed_cases.sunk, _shapes(2, 256, 256, 2, 128) | {"sink": (2,)}),
+    "sunk_twice": Streamed(
+        streamed_cases.sunk_twice, _shapes(1, 256, 256, 2, 64) | {"sink": (2,), "logit": (1, 2, 256)}
+    ),
     "odd_queries": Streamed(attend, _shapes(1, 200, 256, 1, 64), streams=False),
     "odd_keys": Streamed(attend, _shapes(1, 256, 200, 1, 64), streams=False),
     "float32": Streamed(attend, _shapes(1, 128, 128, 1, 64), "float32", streams=False),
     "wider_values": Streamed(attend, _shapes(1, 128, 128, 1, 64) | {"value": (1, 128, 1, 128)}, streams=False),
+    "null_key": Streamed(streamed_cases.null_key, _shapes(1, 256, 256, 2, 128) | {"null": (2, 128)}),
     "narrower_values": Streamed(
         streamed_cases.causal, _shapes(1, 256, 256, 2, 192) | {"value": (1, 256, 2, 128)}, streams=False
     ),

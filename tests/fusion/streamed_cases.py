@@ -73,6 +73,40 @@ def gated(query, key, value, gate):
     return jnp.einsum("bnts,bsnv->btnv", weights, value)
 
 
+def with_sinks(query, key, value, *sinks):
+    """Return causal attention whose softmax has further logits, each of which broadcasts to [B, N, T]."""
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+    seen = jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1])[None, :]
+    logits = [jnp.broadcast_to(sink, scores.shape[:3])[..., None] for sink in sinks]
+    weights = jax.nn.softmax(jnp.concatenate([where(scores, seen[None, None]), *logits], axis=-1), axis=-1)
+    return jnp.einsum("bnts,bsnv->btnv", weights[..., : key.shape[1]], value)
+
+
+def sunk(query, key, value, sink):
+    """Return causal attention with a sink of each head, [N]."""
+    return with_sinks(query, key, value, sink[None, :, None])
+
+
+def sunk_twice(query, key, value, sink, logit):
+    """Return causal attention with a sink of each head, [N], and a logit of each query, [B, N, T]."""
+    return with_sinks(query, key, value, sink[None, :, None], 2 * logit)
+
+
+def sunk_without_keys(query, key, value, sink):
+    """Return attention with a sink [N], of which the first half of the queries sees no key."""
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+    seen = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :] >= query.shape[1] // 2
+    logits = jnp.broadcast_to(2 * sink[None, :, None, None], (*scores.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([where(scores, seen[None, None]), logits], axis=-1), axis=-1)
+    return jnp.einsum("bnts,bsnv->btnv", weights[..., : key.shape[1]], value)
+
+
+def null_key(query, key, value, null):
+    """Return causal attention with a further key [N, H] whose value is 0."""
+    logit = jnp.einsum("btnh,nh->bnt", query, null) * query.shape[-1] ** -0.5
+    return with_sinks(query, key, value, logit)
+
+
 def where(scores, seen):
     return jnp.where(seen, scores, -jnp.inf)
 
@@ -208,6 +242,9 @@ CASES = {
     "sloped": Streamed(sloped, _shapes(2, 128, 512, 3, 128) | {"slope": (3,)}),
     "tempered": Streamed(tempered, _shapes(2, 128, 512, 3, 128) | {"temperature": (2, 3, 128)}),
     "gated": Streamed(gated, _shapes(2, 128, 512, 3, 128) | {"gate": (2, 3, 128)}),
+    "sunk": Streamed(sunk, _shapes(2, 384, 384, 2, 128) | {"sink": (2,)}),
+    "sunk_twice": Streamed(sunk_twice, _shapes(2, 384, 384, 2, 64) | {"sink": (2,), "logit": (2, 2, 384)}),
+    "sunk_without_keys": Streamed(sunk_without_keys, _shapes(1, 1280, 1280, 2, 128) | {"sink": (2,)}),
     "causal": Streamed(causal, _shapes(1, 640, 640, 2, 128)),
     "wide_result": Streamed(wide_result, _shapes(2, 640, 640, 2, 128)),
     "causal_wide_values": Streamed(causal, _shapes(1, 256, 512, 2, 128, 256)),
@@ -234,5 +271,6 @@ CASES = {
     "biased_keys": Streamed(biased_keys, _shapes(1, 128, 512, 2, 128) | {"mask": (1, 1, 1, 512)}, streams=False),
     "narrow_sloped": Streamed(sloped, _shapes(1, 128, 512, 3, 64) | {"slope": (3,)}, streams=False),
     "narrow_causal_wide_values": Streamed(causal, _shapes(1, 384, 384, 2, 64, 128), streams=False),
+    "null_key": Streamed(null_key, _shapes(1, 384, 384, 2, 128) | {"null": (2, 128)}),
     "narrow_soft_cap": Streamed(soft_cap, _shapes(1, 128, 512, 2, 64), streams=False),
 }

@@ -72,6 +72,30 @@ def test_streamed_kernel_with_nan_in_a_query_gives_nan_where_xla_does(launched):
     assert NAME in launched
 
 
+@pytest.mark.parametrize("sink", [-1e4, 1e4, -np.inf, np.nan])
+def test_sinks_of_any_size(sink, launched):  # noqa: F811
+    """The first queries see no key, so their log-sum-exp is that of the sink alone."""
+
+    def function(query, key, value, sink):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+        seen = jnp.arange(256)[:, None] - jnp.arange(256)[None, :] >= 64
+        logits = jnp.broadcast_to(sink, (*scores.shape[:3], 1)).astype(scores.dtype)
+        every = jnp.concatenate([jnp.where(seen, scores, -jnp.inf), logits], axis=-1)
+        found = jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(every, axis=-1)[..., :256], value)
+        return found, jax.nn.logsumexp(every, axis=-1)
+
+    inputs = [x for name, x in CASES["sunk"].inputs().items() if name != "sink"]
+    inputs = [x[:1, :256] for x in inputs]
+    found, log_sum = fuse(function, implementation="triton")(*inputs, jnp.float32(sink))
+    exact, exact_log_sum = function(*(x.astype(jnp.float32) for x in inputs), jnp.float32(sink))
+    if sink == -np.inf:
+        # Plain functions return NaN for queries without any logit.
+        exact = exact.at[:, :64].set(0)
+    np.testing.assert_allclose(np.asarray(found, np.float32), exact, atol=2e-2)
+    np.testing.assert_allclose(np.asarray(log_sum, np.float32), exact_log_sum, rtol=1e-2)
+    assert launched == [NAME]
+
+
 def launch_of(case):
     """Return the streamed launch of a case, and its arrays; the case has no inputs but queries, keys and values."""
     region, inputs = case.region(), case.inputs()

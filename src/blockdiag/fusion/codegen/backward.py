@@ -1,6 +1,6 @@
 """Triton source of a region's backward kernels, see `kernels.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from blockdiag.fusion.codegen.kernels import LOG2_E, Output, Source, Writer, cel
 from blockdiag.fusion.frontend.trace import tile_jaxpr
 from blockdiag.fusion.ir.layout import flat_stride, layout_of, shape_of
 from blockdiag.fusion.ir.tile import Tile
-from blockdiag.fusion.ir.tree import WITHOUT_KEYS, Dim, Leaf, Region
+from blockdiag.fusion.ir.tree import WITHOUT_KEYS, Dim, Leaf, Region, leaves_of
 from blockdiag.fusion.lowering.tile_program import tile_function, value_columns, value_labels
 
 
@@ -37,9 +37,26 @@ def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Li
     writer.through(lists, body)
     times_factor(writer)
     if region.extras:
-        # Extras have no keys.
-        tiles = [before.get(i, Value("0", writer.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
-        add_gradients(writer, _extra_gradients(writer, tiles))
+        _add_extra_gradients(writer, before)
+    for i in leaf_grads:
+        _store_gradient(writer, i, region.batch)
+    return writer.source(writer.row_tiles * cells_of(region, region.batch))
+
+
+def extras_source(region: Region, tile: Tile, leaf_grads: Sequence[int]) -> Source:
+    """Return the kernel for gradients of leaves on which only logits without values depend.
+
+    They follow from the log-sum-exps and from delta, so a program reads no keys.
+    """
+    writer = Writer(region, "extras", tile, leaf_grads)
+    writer.place_program(writer.row_tiles, region.batch)
+    writer.tile_of("q", "own")
+    _read_sums(writer)
+    own = leaves_of(*region.extras)
+    before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf in own}
+    for i in leaf_grads:
+        writer.emit(f"sum{i} = 0.0")
+    _add_extra_gradients(writer, before)
     for i in leaf_grads:
         _store_gradient(writer, i, region.batch)
     return writer.source(writer.row_tiles * cells_of(region, region.batch))
@@ -126,9 +143,13 @@ def read_rows(writer: Writer) -> None:
     """Print the loads of a row tile: the cotangent of the result, the log-sum-exp and delta."""
     place, masks = writer.result_place()
     writer.emit(f"cotangent = tl.load(p_cotangent + {place}{writer.masked(masks)})")
+    if writer.region.score is not None:
+        _read_sums(writer)
+
+
+def _read_sums(writer: Writer) -> None:
+    """Print the loads of a row tile's log-sum-exp and delta."""
     mask = writer.mask(True, False, 1)
-    if writer.region.score is None:
-        return
     # A log-sum-exp of inf makes probabilities 0 in rows beyond the last query.
     beyond = f', mask={mask[0]}, other=float("inf")' if mask else ""
     writer.emit(f"base = tl.load(p_log_sum + {writer.row_place()}{beyond})")
@@ -202,6 +223,17 @@ def times_factor(writer: Writer) -> None:
     if writer.factor != 1:
         for i in writer.leaf_grads:
             writer.emit(f"sum{i} *= {writer.factor}")
+
+
+def _add_extra_gradients(writer: Writer, before: Mapping[int, Value]) -> None:
+    """Print the addition of the gradients that pass through logits without values; these have no keys.
+
+    Args:
+        before: the values of the leaves that they read.
+    """
+    region = writer.region
+    tiles = [before.get(i, Value("0", writer.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
+    add_gradients(writer, _extra_gradients(writer, tiles))
 
 
 def _extra_gradients(writer: Writer, tiles: Sequence[Value]) -> list[Value]:

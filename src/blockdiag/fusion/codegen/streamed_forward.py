@@ -27,7 +27,7 @@ _GROUP_ROWS = ROWS // 2
 _LISTS = LIVE[:2]
 _FUNCTIONS = (
     "place", "query_at", "key_at", "value_at", "output_at", "row_at", "line_at", "walk", "tile_at", "per_query",
-    "score", "plain_score", "weight", "offsets",
+    "score", "plain_score", "extras", "weight", "offsets",
 )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def _places(own: _Writer) -> None:
 
 
 def _scores(own: _Writer) -> None:
-    """Print the functions that load per-query numbers, compute scores, and compute the weights of results."""
+    """Print the functions that load per-query numbers, and compute scores, further logits, and weights of results."""
     region = own.region
     score, plain = own.writer.scores
     assert score is not None
@@ -91,15 +91,24 @@ def _scores(own: _Writer) -> None:
         body = functools.partial(own.print_program, own.writer.tile_program([root]), own.numbers)
         own.function(name, "numbers, arrays, place, r_k, products", body, known | given)
 
+    def extras() -> None:
+        tiles = own.tiles({**own.numbers, **own.read(("row",), counted=True)})
+        found = [own.evaluate(x, tiles, f"e{i}") for i, x in enumerate(region.extras)]
+        own.emit(f"return ({''.join(f'{per_row(x)} * {LOG2_E}, ' for x in found) or '0,'})")
+
+    def per_row(found: Value) -> str:
+        """Return the expression of a value of each row as a vector."""
+        number = f"gl.full([{_GROUP_ROWS}], {found.name}, gl.float32, r_q.type.layout)"
+        return number if found.is_number else f"gl.sum({found.name}, 1)"
+
     def weight() -> None:
         if region.weight is None:
             own.emit("return 0")
             return
         tiles = own.tiles({**own.numbers, **own.read(("row",), counted=True)})
-        found = own.evaluate(region.weight, tiles, "w")
-        number = f"gl.full([{_GROUP_ROWS}], {found.name}, gl.float32, r_q.type.layout)"
-        own.emit(f"return {number if found.is_number else f'gl.sum({found.name}, 1)'}")
+        own.emit(f"return {per_row(own.evaluate(region.weight, tiles, 'w'))}")
 
+    own.function("extras", "numbers, arrays, place", extras, known | given)
     own.function("weight", "numbers, arrays, place", weight, known | given)
     layout, _ = own.writer.result_layout()
     rows_at = own.writer.times("r_q[:, None]", "q", layout).replace("tl.", "gl.")
@@ -127,7 +136,8 @@ def _entry(own: _Writer) -> None:
         "query_slots": plan.query_slots, "query_tiles": region.sizes["q"] // ROWS,
         "chunks": region.sizes["k"] // plan.chunk, "lines": cells_of(region, region.batch), "together": plan.together,
         "masks": masks, "is_listed": is_listed, "staging": plan.staging, "unit": own.writer.factor * LOG2_E,
-        "no_key": NO_KEY / own.writer.factor, "has_weight": region.weight is not None,
+        "no_key": NO_KEY / own.writer.factor, "has_extras": bool(region.extras),
+        "has_weight": region.weight is not None,
         "takes_turns": plan.takes_turns,
     }  # fmt: skip
     kind = "ForwardShape"

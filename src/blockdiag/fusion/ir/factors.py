@@ -99,6 +99,21 @@ def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
     return finished(rebuilt(node)), tuple(found.values())
 
 
+def has_masks(region: Region) -> bool:
+    """Return whether a region's score has masks."""
+    return region.score is not None and bool(unmasked(region.score)[1])
+
+
+def only_in_extras(region: Region) -> tuple[int, ...]:
+    """Return the indices of the leaves with gradients on which only logits without values depend, such as sinks."""
+    others = leaves_of(region.score, region.weight)
+    return tuple(
+        i
+        for i, leaf in enumerate(region.leaves)
+        if leaf.has_gradient and leaf not in others and leaf in leaves_of(*region.extras)
+    )
+
+
 def stopped(node: Node, primitive: core.Primitive) -> Node:
     """Return a value without derivatives, by stopping them at leaves and products.
 

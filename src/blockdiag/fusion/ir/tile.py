@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["forward", "rows", "columns", "pairs", "diagonals"]
-"""The output of a kernel: results, or gradients by rows, by columns, by pairs of these, or by distance."""
+Kind = Literal["forward", "rows", "columns", "pairs", "diagonals", "extras"]
+"""The output of a kernel: results, or gradients by rows, by columns, by pairs of these, or by distance.
+
+Those of "extras" belong to logits without values.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,17 @@
 """One-pass schedule for Hopper: the gradients of queries, keys and values in one pass over score tiles.
 
 It applies to a softmax whose scores are a function of one product, per-query numbers and per-key numbers. Only queries,
-keys and values may have gradients. Bias arrays of queries by keys, or of q - k, are excluded: the kernel loads tiles of
-queries, keys, values and cotangents alone.
+keys and values may have gradients, and arrays on which only logits without values depend, such as sinks: another kernel
+computes those gradients from the log-sum-exps. Bias arrays of queries by keys, or of q - k, are excluded: the kernel
+loads tiles of queries, keys, values and cotangents alone.
 """
 
 import math
 from dataclasses import dataclass, replace
 
-from blockdiag.fusion.ir.factors import scores_of, unmasked
+from blockdiag.fusion.ir.factors import has_masks, only_in_extras, scores_of
 from blockdiag.fusion.ir.tile import Tile
-from blockdiag.fusion.ir.tree import Leaf, Region
+from blockdiag.fusion.ir.tree import Leaf, Region, leaves_of
 from blockdiag.fusion.lowering.hopper import OfProduct, Place, count_of, is_narrow, of_product, places_of
 from blockdiag.fusion.lowering.tile_program import value_columns, value_labels
 
@@ -91,7 +92,6 @@ def one_pass(region: Region) -> OnePass | None:
     programs = region.sizes["k"] // tile.columns * count_of(region, own)
     is_shared = bool(others) and programs < _FEWEST_PROGRAMS
     own, others = (region.batch, ()) if is_shared else (own, others)
-    has_masks = region.score is not None and bool(unmasked(region.score)[1])
     return OnePass(
         **vars(found),
         places=places,
@@ -101,22 +101,25 @@ def one_pass(region: Region) -> OnePass | None:
         others=others,
         is_shared=is_shared,
         is_bare=is_bare,
-        has_masks=has_masks,
+        has_masks=has_masks(region),
     )
 
 
 def _has_gradients(region: Region, query: Leaf, key: Leaf) -> bool:
-    """Return whether the kernel can write all gradients that the region has.
+    """Return whether the kernel can write all gradients that the region has, apart from those of `only_in_extras`.
 
     Queries must have all batch axes, and keys must have the same batch axes as values. The gradients of keys and values
     must have the dtypes of the arrays.
     """
-    with_gradient = [leaf for leaf in region.leaves if leaf.has_gradient]
+    apart = only_in_extras(region)
+    with_gradient = [leaf for i, leaf in enumerate(region.leaves) if leaf.has_gradient and i not in apart]
     labels, of_values = set(key.labels), set(value_labels(region))
     is_whole = not any(isinstance(dim, int) for dim in (*key.dims, *region.value_dims))
     has_dtypes = key.gradient_dtype == key.source.dtype and region.value_gradient_dtype == region.value.dtype
     return (
         len(with_gradient) == 2
+        # These gradients would have a second part.
+        and not set(with_gradient) & set(leaves_of(*region.extras))
         and query in with_gradient
         and key in with_gradient
         and set(query.labels) == set(region.batch)
@@ -127,15 +130,16 @@ def _has_gradients(region: Region, query: Leaf, key: Leaf) -> bool:
 
 
 # One pass is used if some key tile is seen by at least this many queries, by features. With fewer, plain kernels are as
-# fast or faster, and need no float32 array: with a window of 256 and 64 or 128 features they take 20% to 30% less time
-# on an H200. Timings of 96 and 192 features are in benchmarks/results/runs/2026-11-28-one-pass.csv.
-_FEWEST_SEEN = {64: 1024, 96: 256, 128: 1024, 192: 256, 256: 256}
+# fast or faster, and need no float32 array. benchmarks/results/runs has timings on an H200: of 64 and 128 features in
+# 2026-11-29-fuse-short-ranges, of 96 and 192 in 2026-11-28-one-pass.
+_FEWEST_SEEN = {64: 2048, 96: 256, 128: 384, 192: 256, 256: 256}
 # The thresholds if no tile is known to be dead: all programs reach a query tile at the same time, and wait for their
 # turns. With 192 features, fewer than 1,024 queries were not timed.
-_FEWEST_WITHOUT_MASKS = {64: 8192, 96: 1024, 128: 4096, 192: 256, 256: 256}
+_FEWEST_WITHOUT_MASKS = {64: 8192, 96: 1024, 128: 2048, 192: 256, 256: 256}
 # The thresholds, in queries of the call, for masks that depend on arrays. They may hide most keys: for documents of 340
-# tokens, one pass is 20% slower. Those of 96 and 192 were not timed; they are those of the next larger head dimension.
-_FEWEST_UNKNOWN = {64: 8192, 96: 8192, 128: 8192, 192: 1024, 256: 1024}
+# tokens, one pass is 5% slower with 64 features, and 17% faster with 128. Those of 96 and 192 features were not timed;
+# they are those of the next larger head dimension.
+_FEWEST_UNKNOWN = {64: 8192, 96: 4096, 128: 4096, 192: 1024, 256: 1024}
 
 
 def is_fast(plan: OnePass, most: int | None, *, is_listed: bool) -> bool:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 
 from blockdiag.fusion.analysis.tile_lists import Lists
-from blockdiag.fusion.codegen.backward import columns_source, pairs_source, rows_source
+from blockdiag.fusion.codegen.backward import columns_source, extras_source, pairs_source, rows_source
 from blockdiag.fusion.codegen.diagonals import diagonals_source
 from blockdiag.fusion.codegen.expressions import NotPrintable
 from blockdiag.fusion.codegen.gluon import HopperKernel
@@ -19,6 +20,7 @@ from blockdiag.fusion.codegen.resident_backward import Side, resident_backward
 from blockdiag.fusion.codegen.resident_forward import resident_kernel
 from blockdiag.fusion.codegen.resident_pairs import OWN, resident_pairs
 from blockdiag.fusion.codegen.streamed_forward import streamed_kernel
+from blockdiag.fusion.ir.factors import only_in_extras
 from blockdiag.fusion.ir.tile import Kind, Tile
 from blockdiag.fusion.ir.tree import FEATURES, Region
 from blockdiag.fusion.lowering.eight_bit import widened, widened_arrays
@@ -193,7 +195,15 @@ def hopper_kernels(region: Region, arrays: Mapping[str, Any], *, has_sum: bool) 
         return None
     written = {x.name for x in leading.source.outputs}
     rest = [x for x in backward_kernels(region, arrays) if not written & {out.name for out in x.source.outputs}]
-    return [leading, *rest]
+    apart = region.once(only_in_extras)
+    return [leading, *rest, *([_extras_kernel(region, apart)] if apart else [])]
+
+
+def _extras_kernel(region: Region, places: tuple[int, ...]) -> Kernel:
+    """Return the kernel of the gradients of the leaves at `places`, on which only logits without values depend."""
+    config = config_of(region, "extras")
+    source = region.once(extras_source, config.tile, places)
+    return Kernel(source, config.tile, config.num_warps, config.num_stages, (0, 0), {})
 
 
 def _on_hopper(kernel: Kernel, make: Callable[[], HopperKernel | None]) -> Kernel:
@@ -250,7 +260,9 @@ def _kernels(region: Region) -> tuple[Kernel, ...] | str:
         wide_arrays = arrays if wide is inner else arrays_by_name(wide_change, wide_leaves, wide_value)
         leading = (hopper_kernels(wide, wide_arrays, has_sum=has_sum) for has_sum in (False, True))
         every = [forward_kernel(inner, arrays), *backward_kernels(wide, wide_arrays)]
-        every += [found[0] for found in leading if found is not None]
+        for kernel in itertools.chain(*(found for found in leading if found is not None)):
+            if kernel.source not in [x.source for x in every]:
+                every.append(kernel)
         own = own_forward_kernel(inner, arrays)
         every += [] if own is None else [own]
         for kernel in every:

@@ -32,6 +32,7 @@ The caller passes `FUNCTIONS`, generated for a region:
 | tile_at(p_tiles, list, walk, at) | entry `at` of a list: a chunk |
 | per_query(arrays, place, r_q) | the positions of queries, and the per-query numbers that scores need |
 | score, plain_score (numbers, arrays, place, r_k, products) | scores, with and without masks, over a positive factor |
+| extras(numbers, arrays, place) | a tuple of per-query logits without values, as exponents of 2 |
 | weight(numbers, arrays, place) | a per-query factor of results |
 | offsets(place, r_q, r_c) | the offsets of results in memory |
 
@@ -82,6 +83,7 @@ class ForwardFunctions:
     per_query: Any
     score: Any
     plain_score: Any
+    extras: Any
     weight: Any
     offsets: Any
 
@@ -105,6 +107,7 @@ class ForwardShape:
             "none": threads store them directly.
         unit: `factor` times log2(e), which converts results of `score` to exponents of 2.
         no_key: `score` is at most this number where a mask hides the key.
+        has_extras: whether `extras` take part in the softmax.
         has_weight: whether results are multiplied by `weight`.
         takes_turns: whether the groups compute exponentials in turns.
         is_copied: whether threads copy queries, keys and values, not the copy engine. Products then need a fence.
@@ -127,6 +130,7 @@ class ForwardShape:
     staging: str
     unit: float
     no_key: float
+    has_extras: bool
     has_weight: bool
     takes_turns: bool
     is_copied: bool = False
@@ -487,6 +491,25 @@ def attend(memory, arrays, place, numbers, query, query_more, number, count, mas
 
 
 @gluon.jit
+def with_extras(extras, b_largest, b_sum, is_empty, SHAPE: gl.constexpr):
+    """Return the factor of each row's sum of values, and its log-sum-exp, with logits without values.
+
+    `is_empty` says which rows have seen no key. Their factors are 0, unless a logit is NaN.
+    """
+    b_last = gl.where(is_empty, float("-inf"), b_largest * SHAPE.unit)
+    b_top = b_last
+    for i in gl.static_range(len(extras)):
+        b_top = gl.maximum(b_top, extras[i])
+    b_top = gl.where(b_top == float("-inf"), 0.0, b_top)
+    b_shrink = gl.exp2(b_last - b_top)
+    b_total = gl.where(is_empty, 0.0, b_sum * b_shrink)
+    for i in gl.static_range(len(extras)):
+        b_total += gl.exp2(extras[i] - b_top)
+    b_factor = gl.where(is_empty & (b_total == b_total), 0.0, b_shrink / b_total)
+    return b_factor, gl.where(b_total == 0, float("-inf"), (b_top + gl.log2(b_total)) * LN_2)
+
+
+@gluon.jit
 def finish_item(memory, matrices, p_output, p_log_sum, arrays, place, numbers, r_q, first, count, live, b_output,
                 b_more, b_largest, b_sum, GROUP: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
     """Store the group's results and log-sum-exps of an item whose first query is `first`, and free its queries.
@@ -497,7 +520,10 @@ def finish_item(memory, matrices, p_output, p_log_sum, arrays, place, numbers, r
     COLUMNS_MORE: gl.constexpr = SHAPE.columns_more
     # Rows without keys are 0.
     is_empty = (b_sum == 0) | (live == 0)
-    b_factor = gl.where(is_empty, 0.0, 1.0 / b_sum)
+    if SHAPE.has_extras:
+        b_factor, b_log_sum = with_extras(FUNCTIONS.extras(numbers, arrays, place), b_largest, b_sum, is_empty, SHAPE)
+    else:
+        b_factor = gl.where(is_empty, 0.0, 1.0 / b_sum)
     if SHAPE.has_weight:
         b_weight = FUNCTIONS.weight(numbers, arrays, place)
     else:
@@ -523,7 +549,8 @@ def finish_item(memory, matrices, p_output, p_log_sum, arrays, place, numbers, r
                       staging_of(memory.staging_more, count, GROUP, SHAPE))
     if SHAPE.staging == "query" and SHAPE.query_slots == 1:
         free_query(memory, count, SHAPE)
-    b_log_sum = gl.where(is_empty, float("-inf"), (b_largest * SHAPE.unit + gl.log2(b_sum)) * LN_2)
+    if not SHAPE.has_extras:
+        b_log_sum = gl.where(is_empty, float("-inf"), (b_largest * SHAPE.unit + gl.log2(b_sum)) * LN_2)
     gl.store(p_log_sum + (FUNCTIONS.row_at(place) + r_q), b_log_sum)
 
 

@@ -363,6 +363,7 @@ class PagedLaunch:
             staging="none",
             unit=unit,
             no_key=NO_KEY,
+            has_extras=False,
             has_weight=False,
             takes_turns=False,
             is_copied=True,
