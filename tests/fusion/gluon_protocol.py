@@ -24,11 +24,19 @@ from blockdiag.triton_kernels.dense import (
     hopper_eight_bit_forward,
     hopper_forward,
     hopper_resident_forward,
+    hopper_resident_pairs,
+    hopper_resident_pairs_wide,
     hopper_resident_sides,
 )
 from blockdiag.triton_kernels.moba import hopper_backward as moba_backward
 from blockdiag.triton_kernels.paged import hopper_latent_keys, hopper_prompts, places
-from blockdiag.triton_kernels.parts import hopper_split_numbers, hopper_tiles, resident_tiles, transposed_tiles
+from blockdiag.triton_kernels.parts import (
+    hopper_pair_gradients,
+    hopper_split_numbers,
+    hopper_tiles,
+    resident_tiles,
+    transposed_tiles,
+)
 
 # In the order in which their names hide each other.
 TEMPLATES = (
@@ -36,13 +44,15 @@ TEMPLATES = (
     hopper_forward,
     hopper_eight_bit_forward,
     hopper_resident_forward,
+    hopper_resident_pairs,
+    hopper_resident_pairs_wide,
     hopper_resident_sides,
     hopper_prompts,
     places,
     hopper_latent_keys,
     moba_backward,
 )
-PARTS = (hopper_tiles, resident_tiles, transposed_tiles, hopper_split_numbers)
+PARTS = (hopper_tiles, resident_tiles, hopper_pair_gradients, transposed_tiles, hopper_split_numbers)
 
 
 class Deadlock(AssertionError):

@@ -21,7 +21,8 @@ from tests.gpu_scripts.sanitize_known import DROPPED, KNOWN, explain, lines_in, 
 OF_TORCH = {"tile_table", "paged_tiles", "fused_delta"}
 # Templates, which generated kernels call.
 TEMPLATES = {
-    "one_pass_backward", "resident_forward", "resident_sides", "streamed_forward", "streamed_eight_bit_forward",
+    "one_pass_backward", "resident_forward", "resident_pairs", "resident_pairs_wide", "resident_sides",
+    "streamed_forward", "streamed_eight_bit_forward",
 }  # fmt: skip
 GENERATED = {
     "fused_backward_one_pass",
@@ -202,10 +203,12 @@ END = line_with(HOPPER, "store_key_tile(arrays.d_value, b_dv.to(dtype), arrays.m
 CHUNKED = line_with("chunked.py", "tl.store(p_delta + o_statistics, b_delta")
 PARTS = line_with("attention.py", "b_part = tl.load(arrays.part +")
 RESIDENT = "<blockdiag.fuse fused_rows_and_pairs_resident b55bb522ef055e4a>"
-SOURCE = """half.index(0).store(sum_query)
-sum_query += half.index(0).load(D)
-ones.store(gl.full([8, 64], 1.0, gl.float32, SPREAD))
+SOURCE = """@gluon.jit
+def fused_rows_and_pairs_resident(query, ROUNDS: gl.constexpr):
+    resident_pairs(PairsMatrices(query), ROUNDS)
 """
+PAIRS = "hopper_resident_pairs.py"
+HALF = line_with(PAIRS, "b_sum = b_sum + half.load(")
 GRADIENT = "block_diagonal_chunked_query_gradient"
 EXPLAINED = [
     (
@@ -217,6 +220,16 @@ EXPLAINED = [
             f"Write access at moba_hopper_backward+0x28e0 in {BEGIN}",
             f"Write access at moba_hopper_backward+0x28e0 in {WORK}",
             f"Write access at moba_hopper_backward+0x7440 in {END}",
+        ),
+    ),
+    (
+        "word of warp specialisation",
+        "racecheck",
+        "fuse_resident_1",
+        race(
+            f"Read access at fused_rows_and_pairs_resident+0x110 in {RESIDENT}:2",
+            f"Write access at fused_rows_and_pairs_resident+0x28e0 in {line_with(PAIRS, 'gl.warp_specialize(')}",
+            f"Write access at fused_rows_and_pairs_resident+0x7440 in {RESIDENT}:3",
         ),
     ),
     (
@@ -251,8 +264,8 @@ EXPLAINED = [
         "racecheck",
         "fuse_torch",
         race(
-            f"Write access at fused_rows_and_pairs_resident+0x2c20 in {RESIDENT}:1",
-            f"Read access at fused_rows_and_pairs_resident+0x8670 in {RESIDENT}:2",
+            f"Write access at fused_rows_and_pairs_resident+0x2c20 in {line_with(PAIRS, 'half.store(b_sum)')}",
+            f"Read access at fused_rows_and_pairs_resident+0x8670 in {HALF}",
         ),
     ),
     (
@@ -310,8 +323,8 @@ UNEXPLAINED = {
         "racecheck",
         "fuse_torch",
         race(
-            f"Write access at fused_rows_and_pairs_resident+0x2c20 in {RESIDENT}:3",
-            f"Read access at fused_rows_and_pairs_resident+0x8670 in {RESIDENT}:2",
+            f"Write access at fused_rows_and_pairs_resident+0x2c20 in {line_with('resident_tiles.py', 'ones.store(')}",
+            f"Read access at fused_rows_and_pairs_resident+0x8670 in {HALF}",
         ),
     ),
     "a kernel that hands nothing over": (
@@ -409,7 +422,7 @@ def test_keep_sources_writes_generated_kernels_for_lines_in(tmp_path, monkeypatc
     lines = SOURCE.splitlines(keepends=True)
     monkeypatch.setitem(linecache.cache, name, (len(SOURCE), None, lines, name))
     sanitize.keep_sources(tmp_path)
-    assert lines_in(tmp_path)(name, 2, "kernel") == "sum_query += half.index(0).load(D)"
+    assert lines_in(tmp_path)(name, 2, "kernel") == "def fused_rows_and_pairs_resident(query, ROUNDS: gl.constexpr):"
     assert lines_in(tmp_path)(name, 4, "kernel") == ""
 
 

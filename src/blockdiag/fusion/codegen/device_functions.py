@@ -15,9 +15,9 @@ def template_source(names: Mapping[str, str], lines: Sequence[str]) -> str:
     """Return the text of a kernel module.
 
     Args:
-        names: what it imports from modules of `triton_kernels.dense`, comma-separated.
+        names: what it imports from modules of `triton_kernels`, comma-separated.
     """
-    imports = "\n".join(f"from blockdiag.triton_kernels.dense.{module} import {x}" for module, x in names.items())
+    imports = "\n".join(f"from blockdiag.triton_kernels.{module} import {x}" for module, x in names.items())
     head = f"""import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -7,35 +7,10 @@ from typing import Any
 
 from jax.extend import core
 
-from blockdiag.fusion.codegen.expressions import NAN_LINE, NotPrintable, Printer, Value
+from blockdiag.fusion.codegen.expressions import NotPrintable, Printer, Value
 from blockdiag.fusion.codegen.kernels import Source, Writer, cells_of
 from blockdiag.fusion.ir.tree import Leaf, Node, Region
 from blockdiag.fusion.lowering.hopper import Place
-
-_HEAD = """import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
-from blockdiag.triton_kernels.launch.gluon_names import load_async, reinterpret, thread_barrier, tma_load, tma_store
-from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
-from blockdiag.triton_kernels.parts.resident_tiles import """
-
-
-def gluon_source(helpers: str, lines: Sequence[str]) -> str:
-    """Return the text of a kernel module.
-
-    Args:
-        helpers: the names that it imports from `resident_tiles`, comma-separated.
-    """
-    return f"{_HEAD}{helpers}\n\n{NAN_LINE}\n\n\n" + "\n".join(lines) + "\n"
 
 
 class GluonPrinter(Printer):
@@ -85,13 +60,13 @@ class GluonWriter:
             self.emit(f"i_{label} = {f'({place} % {size}).to(gl.int64)' if self.is_long else f'{place} % {size}'}")
             step *= size
 
-    def at(self, place: Place, offset: str, column: int | str = 0) -> str:
-        """Return the row and column of a tile that starts at query or key `offset` and at `column`, as source text."""
+    def at(self, place: Place, offset: str) -> str:
+        """Return the row and column of a tile that starts at query or key `offset`, as source text."""
         first_row, first_column = place.first
         rows = [f"i_{x} * {step}" if step > 1 else f"i_{x}" for x, step in place.rows.items()]
         columns = [f"i_{x} * {step}" for x, step in place.columns.items()]
         rows = [*rows, *([str(first_row)] if first_row else []), offset]
-        columns += [str(x) for x in (first_column, column) if x != 0]
+        columns += [str(first_column)] if first_column else []
         return ", ".join(_coordinate(terms) for terms in (rows, columns))
 
     def evaluate(self, root: Node, tiles: Sequence[Value], prefix: str) -> Value:

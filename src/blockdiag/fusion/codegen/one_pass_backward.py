@@ -155,7 +155,7 @@ def one_pass_kernel(region: Region, labels: tuple[str, ...] | None) -> HopperKer
     )
     programs = programs_of(plan)
     names = "BackwardFunctions, BackwardShape, Matrices, one_pass_backward"
-    text = template_source({"hopper_backward": names}, own.writer.lines)
+    text = template_source({"dense.hopper_backward": names}, own.writer.lines)
     source = Source(text, NAME, inputs, outputs, (programs, 1, 1))
     return HopperKernel(source, moved, pointers, None, programs, num_warps=8)
 

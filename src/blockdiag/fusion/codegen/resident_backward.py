@@ -171,7 +171,7 @@ def _source(own: _Writer) -> Source:
     _entry(own)
     region = own.region
     names = [f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None]
-    imported = {"hopper_resident_sides": "SidesFunctions, SidesMatrices, SidesShape, resident_sides"}
+    imported = {"dense.hopper_resident_sides": "SidesFunctions, SidesMatrices, SidesShape, resident_sides"}
     return Source(
         template_source(imported, own.writer.lines),
         own.name,

@@ -4,16 +4,13 @@ The kernel is the template `triton_kernels.dense.hopper_resident_forward`. This 
 the template calls. They locate tiles, and compute the terms of scores. See lowering/resident_schedule.py.
 """
 
-from collections.abc import Mapping
-
 from blockdiag.fusion.codegen.device_functions import FunctionWriter, indices, template_source
-from blockdiag.fusion.codegen.expressions import Value
 from blockdiag.fusion.codegen.gluon import HopperKernel, print_function
 from blockdiag.fusion.codegen.kernels import LOG2_E, Source, Writer, cells_of, forward_outputs
-from blockdiag.fusion.codegen.resident_writer import print_terms, request_terms
+from blockdiag.fusion.codegen.resident_terms import print_terms
 from blockdiag.fusion.ir.factors import NO_KEY
 from blockdiag.fusion.ir.tile import Tile
-from blockdiag.fusion.ir.tree import Region, leaves_of
+from blockdiag.fusion.ir.tree import Region
 from blockdiag.fusion.lowering.hopper import ROWS
 from blockdiag.fusion.lowering.resident_schedule import CHUNK, QUERY_SLOTS, Resident, resident
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
@@ -35,17 +32,6 @@ class _Writer(FunctionWriter):
         writer = Writer(region, "forward", Tile(_GROUP_ROWS, self.chunk))
         super().__init__(region, writer, (plan.held, plan.query, plan.key))
         self.plan = plan
-        # The leaves whose values `per_query` returns, after the positions of queries.
-        self.per_query = self.with_roles("row", "scalar")
-
-    def with_roles(self, *roles: str) -> list[int]:
-        """Return the indices of leaves of some roles that threads load."""
-        return [i for i in self.pointers if self.region.leaves[i].role in roles]
-
-
-def _elements(name: str, elements: Mapping[str, int]) -> dict[str, str]:
-    """Return names of values, each with the element of the tuple `name` that holds it."""
-    return {one: f"{name}[{i}]" for one, i in elements.items()}
 
 
 def _places(own: _Writer) -> None:
@@ -59,42 +45,6 @@ def _places(own: _Writer) -> None:
     for name in ("key", "value"):
         own.returning(f"{name}_at", "place", own.at(plan.places[name], "0"))
     own.returning("rows_at", "p_rows, place, r_q", f"p_rows + {own.writer.row_place().replace('o_q', 'r_q')}")
-
-
-def _scores(own: _Writer) -> None:
-    """Print the functions that load per-query numbers and key terms, and compute the terms of scores."""
-    plan, region = own.plan, own.region
-    known = own.batch_indices | own.arrays
-
-    def per_query() -> None:
-        for i in own.per_query:
-            own.read_leaf(i)
-        own.emit(f"return ({', '.join(['r_q', *(f'leaf{i}' for i in own.per_query)])},)")
-
-    def start() -> None:
-        held = region.leaves.index(plan.held)
-        used = leaves_of(plan.others)
-        found = own.known(("row", "scalar")) | {held: Value("bias", (_GROUP_ROWS, own.chunk))}
-        for i, leaf in enumerate(region.leaves):
-            if leaf in used and leaf.source.key is None:
-                found[i] = own.read_leaf(i)
-        own.emit(f"return {own.evaluate(plan.others, own.tiles(found), 'x').name}")
-
-    own.function("per_query", "arrays, place, r_q", per_query, known)
-    numbers = {"r_q": 0} | {f"leaf{x}": i + 1 for i, x in enumerate(own.per_query)}
-    own.function("start", "numbers, r_k, bias", start, _elements("numbers", numbers))
-    loaded = [f"loaded{i}" for i in own.with_roles("column", "scalar")]
-
-    def request() -> None:
-        if plan.of_keys is not None:
-            request_terms(own)
-        own.emit(f"return ({', '.join(loaded) if plan.of_keys is not None and loaded else 'r_k'},)")
-
-    def key_terms() -> None:
-        own.emit(f"return {'0.0' if plan.of_keys is None else print_terms(own, plan.of_keys)}")
-
-    own.function("request_terms", "arrays, place, r_k", request, known)
-    own.function("key_terms", "loaded, r_k", key_terms, _elements("loaded", {x: i for i, x in enumerate(loaded)}))
 
 
 def _entry(own: _Writer) -> None:
@@ -132,7 +82,7 @@ def resident_kernel(region: Region) -> HopperKernel | None:
     own = _Writer(region, plan)
     own.writer.lines = []
     _places(own)
-    _scores(own)
+    print_terms(own, plan)
     _entry(own)
     leaves, width, places = region.leaves, plan.width, plan.places
     moved = (
@@ -145,7 +95,7 @@ def resident_kernel(region: Region) -> HopperKernel | None:
     names = "ResidentFunctions, ResidentMatrices, ResidentShape, resident_forward"
     tiles = region.sizes["q"] // ROWS * cells_of(region, plan.cell)
     source = Source(
-        template_source({"hopper_resident_forward": names}, own.writer.lines),
+        template_source({"dense.hopper_resident_forward": names}, own.writer.lines),
         NAME,
         (*(f"leaf{i}" for i, leaf in enumerate(leaves) if leaf.source.key is not None), "value"),
         forward_outputs(region),

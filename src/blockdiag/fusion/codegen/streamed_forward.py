@@ -205,11 +205,11 @@ def streamed_kernel(region: Region, tile: Tile, lists: Lists | None) -> HopperKe
     pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum", "counter")
     if plan.is_wide:
         pointers = ("output", *pointers)
-    names = {"hopper_forward": f"ForwardFunctions, ForwardShape, Matrices, {_entry_of(plan)}"}
+    names = {"dense.hopper_forward": f"ForwardFunctions, ForwardShape, Matrices, {_entry_of(plan)}"}
     if plan.has_eight_bit_values:
         names = {
-            "hopper_forward": "ForwardFunctions, Matrices",
-            "hopper_eight_bit_forward": f"EightBitShape, {_entry_of(plan)}",
+            "dense.hopper_forward": "ForwardFunctions, Matrices",
+            "dense.hopper_eight_bit_forward": f"EightBitShape, {_entry_of(plan)}",
         }
     text = template_source(names, own.writer.lines)
     items = region.sizes["q"] // ROWS * cells_of(region, region.batch)

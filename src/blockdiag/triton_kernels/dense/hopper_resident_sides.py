@@ -68,7 +68,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from blockdiag.triton_kernels.launch.gluon_names import load_async, reinterpret, thread_barrier, tma_load, tma_store
 from blockdiag.triton_kernels.parts.hopper_tiles import finished, make_barriers
-from blockdiag.triton_kernels.parts.resident_tiles import forgotten, free_slot, make_ones, widened
+from blockdiag.triton_kernels.parts.resident_tiles import forgotten, free_slot, make_ones, share_of, widened
 
 # Queries or keys per program, those of a warp group, and those of a chunk.
 OWN = gl.constexpr(128)
@@ -181,20 +181,6 @@ class SidesMemory(NamedTuple):
     chunk_full: Any
     chunk_empty: Any
     bias_full: Any
-
-
-@gluon.jit
-def share_of(ROUNDS: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
-    """Return the program's own tile, its first round, its number of rounds and the batch indices of its bias.
-
-    Tiles that read the same arrays run side by side.
-    """
-    SHARES: gl.constexpr = (SHAPE.rounds + ROUNDS - 1) // ROUNDS
-    program = gl.program_id(0)
-    own = program % SHAPE.tiles
-    first = program // SHAPE.tiles % SHARES * ROUNDS
-    cell = program // (SHAPE.tiles * SHARES)
-    return own, first, gl.minimum(ROUNDS, SHAPE.rounds - first), FUNCTIONS.own_place(cell)
 
 
 @gluon.jit

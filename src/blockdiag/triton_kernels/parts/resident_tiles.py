@@ -15,6 +15,20 @@ from blockdiag.triton_kernels.launch.gluon_names import tma_load
 
 
 @gluon.jit
+def share_of(ROUNDS: gl.constexpr, FUNCTIONS: gl.constexpr, SHAPE: gl.constexpr):
+    """Return the program's own tile, its first round, its number of rounds and the batch indices of its bias.
+
+    Tiles that read the same arrays run side by side.
+    """
+    SHARES: gl.constexpr = (SHAPE.rounds + ROUNDS - 1) // ROUNDS
+    program = gl.program_id(0)
+    own = program % SHAPE.tiles
+    first = program // SHAPE.tiles % SHARES * ROUNDS
+    cell = program // (SHAPE.tiles * SHARES)
+    return own, first, gl.minimum(ROUNDS, SHAPE.rounds - first), FUNCTIONS.own_place(cell)
+
+
+@gluon.jit
 def load_slot(source, ring, full, empty, number, row, column):
     """Start copying tile `number` into its slot of the ring, once both groups have read the slot's previous tile."""
     SLOTS: gl.constexpr = ring.shape[0]
