@@ -79,17 +79,22 @@ class Shared:
 
     Args:
         races: checks the order of accesses; None: they are not checked.
-        record: the accesses of the buffer.
+        record: the accesses of the buffer. It has one more axis if its units are smaller than elements.
+        unit: the bytes that an element of the record stands for; None: those of an element of the buffer.
     """
 
-    def __init__(self, values: np.ndarray, races: Races | None = None, record: Record | None = None) -> None:
+    def __init__(
+        self, values: np.ndarray, races: Races | None = None, record: Record | None = None, unit: int | None = None
+    ) -> None:
         self.values = values
         self.races, self.record = races, record
+        self.unit = values.itemsize if unit is None else unit
         self.dtype, self.layout = Dtype(values.dtype), Tile()
         self.shape = [Number(x) for x in values.shape]
 
     def _view(self, change: Callable[[np.ndarray], np.ndarray]) -> "Shared":
-        return Shared(change(self.values), self.races, None if self.record is None else self.record.view(change))
+        record = None if self.record is None else self.record.view(change)
+        return Shared(change(self.values), self.races, record, self.unit)
 
     def index(self, place: int) -> "Shared":
         assert 0 <= place < len(self.values)
@@ -100,23 +105,21 @@ class Shared:
         return self._view(lambda x: x[(slice(None),) * dim + (slice(first, first + count),)])
 
     def permute(self, order: Sequence[int]) -> "Shared":
-        return self._view(lambda x: x.transpose(order))
+        return self._view(lambda x: x.transpose(*order, *range(len(order), x.ndim)))
 
     def reinterpret(self, dtype: Dtype, shape: Sequence[int], layout: object) -> "Shared":
         del layout
         assert self.values.flags.c_contiguous
         count = int(np.prod(shape))
-        if dtype.numpy == self.values.dtype:
-            return self._view(lambda x: x.reshape(-1)[:count].reshape(shape))
         size = dtype.numpy.itemsize
         values = self.values.reshape(-1).view(np.uint8)[: count * size].view(dtype.numpy).reshape(shape)
-        parts = size // self.values.itemsize
-        if self.record is None or parts == 0:
-            # Accesses to parts of elements are not checked.
+        units = size // self.unit
+        if self.record is None or units == 0:
+            # Accesses to parts of units are not checked.
             return Shared(values)
-        return Shared(
-            values, self.races, self.record.view(lambda x: x.reshape(-1)[: count * parts].reshape(*shape, parts))
-        )
+        last = () if units == 1 else (units,)
+        record = self.record.view(lambda x: x.reshape(-1)[: count * units].reshape(*shape, *last))
+        return Shared(values, self.races, record, self.unit)
 
     def _keep_alive(self) -> None:
         """Keep the memory from being reused, which does not happen here."""
@@ -522,7 +525,12 @@ class _Values(Language):
         del layout
         is_whole = dtype.numpy.kind == "i"
         values = np.full(shape, np.iinfo(dtype.numpy).min if is_whole else np.nan, dtype.numpy)
-        return Shared(values, self.races, None if self.races is None else Record(shape))
+        # Memory of sums in float32 is used for their results in 16 bits, too.
+        units = max(1, values.itemsize // 2)
+        last = () if units == 1 else (units,)
+        return Shared(
+            values, self.races, None if self.races is None else Record((*shape, *last)), values.itemsize // units
+        )
 
     def warp_specialize(self, functions: Sequence[tuple[Callable[..., Any], Sequence[Any]]], *numbers: object) -> Any:
         races, resume = self.races, self.suspend()

@@ -211,7 +211,7 @@ def _is_of_specialisation(accesses: Sequence[Access], line_of: Lines) -> bool:
 
 def _is_handed_over(accesses: Sequence[Access], line_of: Lines) -> bool:
     """Return whether one side stores and the other loads memory that partitions hand over."""
-    memory = r"\b(?:of_keys|keys_part|lines|half|other|memory)\b"
+    memory = r"\b(?:terms|lines|half|memory)\b"
     texts = {"Write": rf"{memory}.*\.store\(|^gradient\.store\(", "Read": rf"{memory}.*\.load\("}
     kinds = [x.kind for x in accesses]
     return (

@@ -8,12 +8,14 @@ import sys
 import pytest
 from triton.runtime.jit import JITCallable
 
+from blockdiag.fusion.runtime import arrange
 from blockdiag.interop.interpreter.launch import interpret_plan
 from blockdiag.triton_kernels.launch import generated
 from blockdiag.triton_kernels.launch.compile import compile_key, compile_plan
 from blockdiag.triton_kernels.launch.generated import GeneratedKernel, function_of, modules_needed
 from blockdiag.triton_kernels.launch.plan import Constexpr, LaunchPlan, Pointer, Target, TensorSpec
 from tests.fusion.codegen.test_plans import launches_of
+from tests.fusion.lowering.test_resident_schedule import joint_launch
 from tests.fusion.resident_cases import CASES
 
 HEAD = """import triton
@@ -49,7 +51,8 @@ def plan_of(kernel) -> LaunchPlan:
 def resident_kernels() -> list[GeneratedKernel]:
     launches = launches_of(CASES["narrow"].region()).values()
     sources = [launch.on_hopper.source if launch.on_hopper else launch.source for launch in launches]
-    return [GeneratedKernel(source.text, source.name) for source in sources]
+    joint = [joint_launch(arrange.arranged(CASES[name].region())[0]).source for name in ("narrow", "wide")]
+    return [GeneratedKernel(source.text, source.name) for source in (*sources, *joint)]
 
 
 def test_generated_kernel_matches_its_function():

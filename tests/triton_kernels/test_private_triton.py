@@ -10,6 +10,7 @@ import pytest
 import triton
 
 import blockdiag
+from blockdiag.fusion.runtime import arrange
 from blockdiag.fusion.runtime.launches import FusedLaunch
 from blockdiag.triton_kernels.launch import compile as compile_module
 from blockdiag.triton_kernels.launch import private_triton
@@ -18,6 +19,7 @@ from blockdiag.triton_kernels.launch.plan import CompileOptions, Target
 from blockdiag.triton_kernels.moba.plans import MoBALaunch
 from blockdiag.triton_kernels.paged.plans import launches
 from tests.fusion.codegen.test_plans import launches_of
+from tests.fusion.lowering.test_resident_schedule import joint_launch
 from tests.fusion.resident_cases import CASES
 from tests.interop.bridge_kernels import AddSpec
 from tests.triton_kernels.test_moba_plans import BASE
@@ -178,7 +180,9 @@ def test_compile_of_a_broken_kernel_keeps_the_hook(fresh_probes, monkeypatch):
 def test_plans_with_unknown_gluon_names_use_plain_triton_kernels(names, fresh_probes, monkeypatch):
     launch = MoBALaunch(BASE, "blocks_forward", heads=(16, 16))
     paged = [launches(PAGED[name])[0] for name in ("latent, 64 heads", "prompts beside other sequences")]
-    fused = [x for x in launches_of(CASES["narrow"].region()).values() if x.on_hopper is not None]
+    region = CASES["narrow"].region()
+    fused = [x for x in launches_of(region).values() if x.on_hopper is not None]
+    fused.append(joint_launch(arrange.arranged(region)[0]))
     elsewhere = [x for x in fused if x.on_hopper.source != x.source]
     assert all(x.plan(TARGET).kernel.is_gluon() for x in (launch, *paged)) and elsewhere
     assert all(x.plan(TARGET).kernel.is_gluon() for x in fused)

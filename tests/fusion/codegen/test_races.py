@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from blockdiag.fusion.codegen import resident_pairs
 from blockdiag.fusion.lowering import one_pass_schedule, streamed_schedule
+from blockdiag.fusion.runtime import arrange
 from blockdiag.triton_kernels.dense import (
     hopper_backward,
     hopper_eight_bit_forward,
     hopper_forward,
     hopper_resident_forward,
+    hopper_resident_pairs,
+    hopper_resident_pairs_wide,
     hopper_resident_sides,
 )
 from blockdiag.triton_kernels.launch import plan as launch_plan
@@ -26,6 +30,7 @@ from blockdiag.triton_kernels.parts import resident_tiles
 from tests.fusion import resident_cases
 from tests.fusion.codegen import test_one_pass, test_plans, test_streamed
 from tests.fusion.gluon_interpreter import interpret_gluon
+from tests.fusion.lowering.test_resident_schedule import joint_launch
 from tests.fusion.thresholds import lifted
 from tests.triton_kernels import (
     test_hopper_latent,
@@ -59,6 +64,9 @@ RESIDENT = {
 }
 # The head dimension of each kernel's case. With 128, own tiles have one slot.
 SIDES = {"rows, 64": 64, "columns, 64": 64, "rows, 128": 128, "columns, 128": 128}
+# The keys and the head dimension of each case. With heads of 128, query tiles have two slots.
+PAIRS = {"one chunk": (128, 32), "two chunks": (256, 64), "two slots": (128, 128)}
+WIDE_PAIRS = {"wide": (256, 128)}
 ORDER = re.compile(
     r"\s*(mbarrier\.(?:wait|arrive)\(|await_visit\(|free_slot\(|thread_barrier\(|fence_async_shared\("
     r"|tma\.store_wait\(|async_copy\.wait_group\(|\w+_bulk_additions\(\)"
@@ -88,6 +96,10 @@ NOT_NEEDED = {
     "thread_barrier() of resident_forward",
     "fence_async_shared() of resident_sides",
     "thread_barrier() of resident_sides",
+    "fence_async_shared() of resident_pairs",
+    "thread_barrier() of resident_pairs",
+    "fence_async_shared() of resident_pairs_wide",
+    "thread_barrier() of resident_pairs_wide",
     # A program must not end before its results are stored.
     "tma.store_wait(0) of compute",
     "tma.store_wait(0) of compute_ahead",
@@ -105,6 +117,13 @@ NOT_NEEDED = {
     # Later loads have waited until both groups are past the earlier phases of these barriers.
     "mbarrier.wait(memory.own_empty.index(own_slot), count // SHAPE.own_slots % 2 ^ 1) of load",
     "mbarrier.wait(memory.chunk_empty.index(slot), count * CHUNKS // SLOTS % 2 ^ 1) of load",
+    "mbarrier.wait(memory.chunk_empty.index(number % SLOTS), number // SLOTS % 2 ^ 1) of load",
+    # `gather` fills the lines of a round, which are waited for next, once its query tiles are there.
+    "mbarrier.wait(memory.own_full.index(own_slot), round // SHAPE.own_slots % 2) of begin_round",
+    # This barrier is passed already. It keeps the compiler from moving exponentials past it.
+    "mbarrier.wait(memory.own_full.index(own_slot), round // OWN_SLOTS % 2) of weigh (2)",
+    # Both groups have exchanged their parts of delta after they read the tiles.
+    "mbarrier.wait(memory.tiles_read.index(0), round % 2) of exchange_halves",
     # The queries' slot, which is waited for first, is freed last.
     "await_visit(memory.cotangent_read, number - STAGES, SHAPE) of load",
 }
@@ -145,6 +164,8 @@ def launch_of(template, name):
         return test_hopper_prompts.launch_of(test_hopper_prompts.PROBLEMS[name.removeprefix("prompts, ")])
     if template is hopper_resident_sides:
         return sides_launch_of(name)
+    if template in (hopper_resident_pairs, hopper_resident_pairs_wide):
+        return pairs_launch_of(name)
     if template in (hopper_latent, hopper_latent_keys):
         return test_hopper_latent.launch_of(test_hopper_latent.PROBLEMS[name])
     if template in (hopper_resident_forward, resident_tiles):
@@ -173,6 +194,19 @@ def sides_launch_of(name):
     return plan, [generator.normal(size=x.shape).astype(jnp.dtype(x.dtype)) for x in plan.inputs]
 
 
+def pairs_launch_of(name):
+    """Return the plan of a kernel with the gradient of its bias, and random arrays; programs have six rounds."""
+    keys, width = {**PAIRS, **WIDE_PAIRS}[name]
+    shapes = resident_cases.rows_shapes(1, 6, 128, keys, 1, width)
+    case = dataclasses.replace(resident_cases.CASES["evoformer"], shapes=shapes)
+    inner, _ = arrange.arranged(case.region())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resident_pairs, "_USUAL_MULTIPROCESSORS", 1)
+        plan = joint_launch(inner).plan(Target.for_arch(90))
+    generator = np.random.default_rng(0)
+    return plan, [generator.normal(size=x.shape).astype(jnp.dtype(x.dtype)) for x in plan.inputs]
+
+
 TEMPLATES = [
     (hopper_forward, FORWARD),
     (hopper_eight_bit_forward, EIGHT_BIT_VALUES),
@@ -180,6 +214,8 @@ TEMPLATES = [
     (hopper_resident_forward, tuple(RESIDENT)),
     (resident_tiles, tuple(RESIDENT)),
     (hopper_resident_sides, tuple(SIDES)),
+    (hopper_resident_pairs, tuple(PAIRS)),
+    (hopper_resident_pairs_wide, tuple(WIDE_PAIRS)),
     (hopper_prompts, PROMPTS),
     (hopper_eight_bit_prompts, EIGHT_BIT_PROMPTS),
     (hopper_latent, LATENT),
