@@ -22,7 +22,7 @@ from blockdiag.fusion.program import UNOPENED, Program, trace
 from blockdiag.fusion.regions.axis_labels import MOVES, place_of, producers_of
 from blockdiag.fusion.regions.guards import CASTS
 from blockdiag.fusion.regions.nested_programs import OPENED
-from blockdiag.fusion.runtime.block_sparsity import Live, live_tiles
+from blockdiag.fusion.runtime.block_sparsity import Live, live_tiles, needs_arrays
 from blockdiag.fusion.runtime.context_parallel import Sharing, choose
 from blockdiag.fusion.runtime.region_op import region_p
 from blockdiag.fusion.runtime.sharding import backward_rule
@@ -426,6 +426,8 @@ def _tables(region: Region, tile: Tile, known: Mapping[Any, Any]) -> Live | None
 
     inner, change = arrange.arranged(region)
     arrays = {}
+    if not needs_arrays(inner, tile):
+        return live_tiles(inner, tile, arrays)
     for i, leaf in enumerate(region.leaves):
         is_bias = leaf.role in ("score", "distance") and leaf.source.dtype.kind in "fV"
         is_read = leaf.role not in WITH_FEATURES and not is_bias

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from blockdiag import explain, fuse
+from tests.fusion.streamed_cases import CASES as STREAMED
 
 TOKENS, HEADS, SIZE = 200, 1, 16
 
@@ -281,3 +282,11 @@ def test_mask_positions_are_never_array_leaves(batch, lead):
     assert len(positions) == 2 and all(not leaf.labels and leaf.shape == (256,) for leaf in positions)
     (text,) = [text for name, text in region.kernels.items() if name == "fused_forward"]
     assert "p_leaf0" not in text and "p_leaf1" not in text
+
+
+def test_explain_counts_tiles_of_known_masks_beside_unknown_arrays():
+    case = STREAMED["sunk"]
+    given = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in case.shapes.items()}
+    (region,) = explain(lambda given: case.function(**given))(given).regions
+    # Tiles of 128 queries by 64 keys: 12 of 18 are visited.
+    assert region.tile == (128, 64) and region.skipped == pytest.approx(1 / 3)

@@ -99,6 +99,12 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     return Live(Lists(masks.labels, has_full, tuple(table.form for table in tables.values())), made)
 
 
+def needs_arrays(region: Region, tile: Tile) -> bool:
+    """Return whether it depends on arrays, other than constants, which tiles are live."""
+    masks = region.once(_masks, tile)
+    return masks is not None and not masks.is_known
+
+
 # The most tiles that are listed for one-pass kernels. Codes and ranks are int32, so each array takes at most 64 MB.
 _MOST_WALKED = 1 << 24
 # Up to this many tiles, the tables of known masks are constants of the program. For more tiles, the program computes
