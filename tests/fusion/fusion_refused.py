@@ -509,7 +509,7 @@ def rounded(query, key, value):
 # Sums of softmaxes that are not their normalisers.
 
 
-@refused("`add` of the sum of a softmax: remove it; rows that see no key give 0 without a guard")
+@refused("`add` of the sum of a softmax: remove it if it only guards rows that see no key; they give 0 without it")
 def smoothed(query, key, value):
     scores = scores_of(query, key)
     powers = jnp.exp(scores - scores.max(axis=-1, keepdims=True))

@@ -18,7 +18,7 @@ from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import WITH_FEATURES, NotFusible, Region, nodes_of
 from blockdiag.fusion.lowering.eight_bit import is_eight_bit
 from blockdiag.fusion.lowering.tile_program import leaf_array, value_columns
-from blockdiag.fusion.program import UNOPENED, Program, trace
+from blockdiag.fusion.program import Program, trace, unopened_reason
 from blockdiag.fusion.regions.axis_labels import MOVES, place_of, producers_of
 from blockdiag.fusion.regions.guards import CASTS
 from blockdiag.fusion.regions.nested_programs import OPENED
@@ -316,7 +316,7 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
         if loop is not None and loop.primitive is region_p:
             unopened = "there is attention that is already fused: explain the function that was passed to `fuse`"
         elif loop is not None:
-            unopened = f"there may be more in `{loop.primitive.name}`, {place_of(loop)}: {UNOPENED}"
+            unopened = f"there may be more in `{loop.primitive.name}`, {place_of(loop)}: {unopened_reason(loop)}"
         elif (refused := next((x.refused for x in program.programs() if x.refused), None)) is not None:
             unopened = f"around loops and branches everything is computed as written: {refused}"
         return Explanation(tuple(reports), dict(outside), unopened=unopened, scores=tuple(scores))

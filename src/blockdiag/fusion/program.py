@@ -463,8 +463,11 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, bool | int | float | complex | str) and one == other)
 
 
-UNOPENED = "loops without a known number of steps are not analysed: fuse the function that they run"
-"""The note on attention that may be inside a `while` loop."""
+def unopened_reason(equation: core.JaxprEqn) -> str:
+    """Return why attention that may be inside an equation's programs is not fused."""
+    if equation.primitive.name == "while":
+        return "loops without a known number of steps are not analysed: fuse the function that they run"
+    return f"functions that `{equation.primitive.name}` runs are not analysed: fuse them themselves"
 
 
 def _nothing_found(closed: core.ClosedJaxpr) -> str:
@@ -479,7 +482,7 @@ def _nothing_found(closed: core.ClosedJaxpr) -> str:
             f"{whole}: the softmax {place_of(softmax)} is not recognised as one of products of queries and keys, or "
             "is not multiplied by values that all queries share"
         )
-    why = UNOPENED
+    why = unopened_reason(hidden)
     if hidden.primitive.name in OPENED:
         why = "nothing inside it can be fused: " + _reason_within(closed, hidden)
     elif body_of(hidden) is not None:

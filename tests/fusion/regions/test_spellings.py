@@ -53,6 +53,19 @@ def wrapped_positions(scores):
     return jnp.where(((position[:, None] - position[None, :]) >= 0)[None], scores, -1.0)
 
 
+def largest_number_before_a_factor(query, key, value):
+    """Return attention in which the scores of some pairs, times 4, are infinite, and `nan_to_num` makes them finite."""
+    scores = jnp.where(AWAY == 3, jnp.inf, query @ key.mT)
+    return jax.nn.softmax(jnp.nan_to_num(scores) / 4, axis=-1) @ value
+
+
+def powers_of_two(query, key, value):
+    """Return attention with exponentials that are powers of the number 2."""
+    scores = query @ key.mT / 4
+    power = 2.0 ** (scores - lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    return power / power.sum(axis=-1, keepdims=True) @ value
+
+
 def sinks_in_base_2(query, key, value, sink):
     """Return attention by exp2 with a sink [B], a further logit of each row."""
     scores = jnp.concatenate([query @ key.mT / 4, jnp.broadcast_to(sink[:, None, None], (BATCH, TOKENS, 1))], axis=-1)
@@ -148,6 +161,9 @@ CASES = {
     "times_one_over": (times_reciprocal(lambda total: 1 / total),),
     "divided_last_by_heads": (divided_last_by_heads,),
     "tied_rows": (tied_rows,),
+    "largest_number": (attention_of(lambda scores: jnp.where(AWAY == 3, jnp.finfo(scores.dtype).max, scores)),),
+    "largest_number_before_a_factor": (largest_number_before_a_factor,),
+    "powers_of_two": (powers_of_two,),
     "logarithms": (attention_of(lambda scores: jnp.log2(1 + scores**2)),),
 }
 

@@ -17,6 +17,8 @@ MASKED = -9e8
 # A row whose scores are all up to this sees no key. The bound is looser, because masked scores may have terms added.
 NO_KEY = -5e8
 _LOWEST = float(np.finfo(np.float32).min)
+# Above this, a score times log2(e) would be infinite, and the difference of two such exponents NaN.
+_HIGHEST = 2e38
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,35 @@ def _factored(node: Node) -> Steps[tuple[Node, float]]:
                     inner, factor = yield _factored(cases[1 - place])
                     if factor != 1.0:
                         # A finite fill stays finite, because a row of nothing else is uniform.
-                        scaled = fill / factor if np.isinf(fill) else max(fill / factor, _LOWEST)
+                        scaled = fill / factor if np.isinf(fill) else float(np.clip(fill / factor, _LOWEST, -_LOWEST))
                         pair = (
                             [number(np.float32(scaled)), inner] if place == 0 else [inner, number(np.float32(scaled))]
                         )
                         return replace(node, inputs=(predicate, *pair)), factor
     return node, 1.0
+
+
+def bounded(node: Node) -> Node:
+    """Return a score whose largest finite fills, such as those of `nan_to_num`, are exponents that kernels can compute.
+
+    Other scores are far below, so such a fill takes the whole row either way.
+    """
+    return finished(_bounded(node))
+
+
+def _bounded(node: Node) -> Steps[Node]:
+    name = getattr(node.primitive, "name", "")
+    if node.kind == "operation" and name in ("select_n", "convert_element_type"):
+        given = node.inputs[1:] if name == "select_n" else node.inputs
+        inputs = []
+        for x in given:
+            inputs.append((yield _bounded(x)))
+        if any(new is not old for new, old in zip(inputs, given, strict=True)):
+            return replace(node, inputs=(*node.inputs[: len(node.inputs) - len(given)], *inputs))
+    fill = _number(node)
+    if fill is None or not _HIGHEST < fill < np.inf:
+        return node
+    return number(np.asarray(_HIGHEST, np.asarray(node.number).dtype))
 
 
 def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
@@ -155,7 +180,8 @@ def scores_of(region: Region) -> tuple[tuple[Node | None, Node | None], float]:
     """
     if region.score is None:
         return (None, None), 1.0
-    score, factor = factored(region.score)
-    plain, masks = unmasked(region.score)
+    whole = bounded(region.score)
+    score, factor = factored(whole)
+    plain, masks = unmasked(whole)
     plain, same = factored(plain)
     return (score, plain if masks and same == factor else None), factor

@@ -90,6 +90,10 @@ class _Plain:
                 exponent = self._beside(scaled, math.log2(math.e))
                 if exponent is not None and aval_of(exponent) == aval_of(scaled.outvars[0]):
                     return equation.replace(primitive=lax.exp_p, invars=[exponent])
+            case "pow" if self._is_number(equation.invars[0], 2):
+                exponent = equation.invars[1]
+                if aval_of(exponent) == aval_of(equation.outvars[0]):
+                    return equation.replace(primitive=lax.exp2_p, invars=[exponent], params={"accuracy": None})
             case "add" | "sub":
                 return self._unnegated(equation)
             case "concatenate":

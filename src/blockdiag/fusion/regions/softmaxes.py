@@ -490,7 +490,7 @@ class Softmaxes(Guards):
             return said
         hint = "weights form a softmax only if they are divided by the sum itself"
         if changed.primitive.name in ("add", "max"):
-            hint = "remove it; rows that see no key give 0 without a guard"
+            hint = "remove it if it only guards rows that see no key; they give 0 without it"
         if changed.primitive.name == "stop_gradient":
             hint = "a softmax includes the gradient of its sum; remove the `stop_gradient`"
         return f"`{changed.primitive.name}` of the sum of a softmax: {hint}, {place_of(changed)}"

@@ -138,7 +138,8 @@ def moba_attention(
         query: [B, T, N, H], B sequences of T tokens. Or packed [T, N, H]: one sequence, or the sequences that
             `sequence_offsets` describes. float16, bfloat16, float32 or float64. T may be any number.
         key, value: [B, S, K, H] or [S, K, H] in the dtype of `query`, N a multiple of K. Where S differs from T, the
-            last query has the position of the last key. A query before the first key sees nothing and gives 0.
+            last query has the position of the last key. In causal calls, a query before the first key sees nothing
+            and gives 0.
         block_size: keys of a block, a multiple of 16 from 16 to 4096.
         top_k: number of blocks that a query sees, including its own, 1..64.
         scale: positive factor on the scores of the softmax; 1 / sqrt(H) when None. Known when tracing.

@@ -396,7 +396,7 @@ def check_cache_scale(
     """Return the form of a scale: "head" for a number, [] or [B, K], "token" for pages; `pool` is None for a query."""
     if scale is None:
         return "none"
-    if type(scale) in (int, float):
+    if isinstance(scale, float) or type(scale) is int:
         return "head"
     if not hasattr(scale, "dtype") or dtype_name(scale.dtype) != "float32":
         got = scale.dtype if hasattr(scale, "dtype") else type(scale)

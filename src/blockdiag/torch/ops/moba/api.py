@@ -87,7 +87,8 @@ def moba_attention(
             float32 or float64, on a CPU or a CUDA device. Tensors that are not contiguous or not aligned to 16 bytes
             are copied.
         key, value: [B, S, K, H] or [S, K, H] in the dtype of `query`, N a multiple of K. Where S differs from T, the
-            last query has the position of the last key, and a query before the first key sees nothing and gives 0.
+            last query has the position of the last key. In causal calls, a query before the first key sees nothing
+            and gives 0.
         block_size: keys of a block, a multiple of 16 from 16 to 4096.
         top_k: blocks that a query sees, its own included, 1..64.
         scale: positive factor on the scores of the softmax; 1 / sqrt(H) when None.
