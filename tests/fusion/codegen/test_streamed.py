@@ -174,6 +174,8 @@ WITH_COMMON_TILES = (
     "documents",
     "padded",
     "long_scaled_heads",
+    "sunk_without_keys",
+    "null_key",
 )
 
 
