@@ -1,7 +1,7 @@
 """Template in Gluon of the Hopper backward kernel by rows that also computes the gradient of its resident bias.
 
-It needs room for tiles of results and for one round's keys and values, which narrow heads or few keys leave.
-`hopper_resident_pairs_wide.py` is for the others. `parts/hopper_pair_gradients.py` describes programs, rounds, and the
+It is used if tiles of results and one round's keys and values fit into shared memory; otherwise
+`hopper_resident_pairs_wide.py` is. `parts/hopper_pair_gradients.py` describes programs, rounds, and the
 functions that the caller generates.
 
 | warps | function | work |
@@ -10,7 +10,7 @@ functions that the caller generates.
 | 1 | `load` | load the bias, and fill slots of query tiles and of chunks of keys and values |
 | 2 | `gather` | compute delta from results and cotangents, sum key terms, and store gradients of queries |
 
-A query tile has a tile of queries, one of cotangents and one of results. Keys and values come in chunks of 64, and the
+A slot of query tiles holds three tiles: queries, cotangents and results. Keys and values come in chunks of 64, and the
 chunks of the two groups alternate. Group 1 hands its half of the query gradient to group 0, which adds both halves and
 stages the sum in the same memory. With three slots for query tiles, the first scores of a round start before the
 previous round ends.

@@ -8,9 +8,9 @@
 | 1 | `load` | load the bias, and fill slots of query tiles, keys and values |
 | 1 | `gather` | load log-sum-exps, sum key terms, and store gradients of queries |
 
-The scores of a group's keys are one product, and so are their slopes. The slopes start after half of the exponentials,
-because values arrive late. The groups exchange sums over all keys. These are delta of each query, and half of the
-columns of the query gradient, which the other group finishes.
+The scores of a group's keys are one product, and so are their slopes, here the gradients of the weights before delta is
+subtracted. The slopes start after half of the exponentials, because values arrive late. The groups exchange sums over
+all keys: delta of each query, and the query gradient, of which each group finishes one half of the columns.
 
 Keys are needed until the end of a round, and values half as long; a group has one slot for each. The next round's keys
 therefore go into the slot that values leave. The next round's values are needed only after its scores, and go into the

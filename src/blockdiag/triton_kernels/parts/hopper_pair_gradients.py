@@ -1,9 +1,9 @@
 """Parts that the Hopper templates for gradients of queries and of a resident bias share.
 
 The templates are `dense/hopper_resident_pairs.py` and `dense/hopper_resident_pairs_wide.py`. Each program has a tile of
-64 queries of the bias, and processes it in several rounds. Rounds are the batch indices along which the bias is the
-same. The gradient of the tile of the bias is a sum over the rounds, and stays in registers. Two groups of four warps
-share each tile of queries, each with half of the keys.
+64 queries of the bias, and processes it in several rounds: one for each batch index along which the bias is the same.
+If there are few tiles, several programs share the rounds of a tile. The gradient of the tile of the bias is a sum over
+the rounds, and stays in registers. Two groups of four warps share each tile of queries, each with half of the keys.
 
 The caller of a template passes `FUNCTIONS`, generated for a region:
 
@@ -19,11 +19,12 @@ The caller of a template passes `FUNCTIONS`, generated for a region:
 | line_at(pointer, place) | a pointer to the first element of a line in an array [batch.., queries] |
 | per_query(arrays, place, r_q) | the positions of queries, and the per-query numbers that scores need |
 | start(numbers, r_k, bias) | the sum of all terms of scores that are not in `key_terms`, from a tile of the bias |
-| request_terms(arrays, place, r_k) | the numbers that `key_terms` needs, as loads that it awaits |
+| request_terms(arrays, place, r_k) | the numbers that `key_terms` needs, whose loads have started |
 | key_terms(loaded, r_k) | the sum of the terms of scores without queries, [1, keys] or a number |
 
-`numbers` is what `per_query` returns, and `loaded` what `request_terms` returns. Scores are `factor` times the sum of
-a product, `start` and `key_terms`. Both functions therefore divide their terms by the factor.
+`place` is the tuple of all batch indices, `numbers` what `per_query` returns, `loaded` what `request_terms` returns.
+Scores are `factor` times the sum of a product, `start` and `key_terms`. Both functions therefore divide their terms by
+the factor.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
