@@ -186,6 +186,20 @@ def test_fuse_of_deep_networks_of_distances_matches_the_reference():
     assert_fused(function, given, tolerance=2e-4)
 
 
+def test_selects_that_share_their_cases_are_visited_once():
+    """Without a record of what has been visited, 40 selects of two cases each would take 2^40 steps."""
+
+    def attention(query, key, value):
+        scores, away = query @ key.mT, jnp.arange(64)[:, None] - jnp.arange(64)[None, :]
+        for i in range(40):
+            scores = jnp.where(away > i, scores, jnp.where(away < -i, scores, 3e38))
+        return jax.nn.softmax(scores, axis=-1) @ value
+
+    shape = jax.ShapeDtypeStruct((2, 64, 16), jnp.float32)
+    (region,) = explain(attention)(shape, shape, shape).regions
+    assert region.has_softmax and "fused_forward" in region.kernels
+
+
 def test_unfusible_scores_above_a_long_stream_raise_not_fusible():
     def function(x, added, weights):
         return attend(*projected(stream(x, added), weights), lambda scores: jnp.sort(scores, axis=-1))

@@ -55,7 +55,7 @@ def _entry(own: _Writer) -> None:
     keys, unit = region.sizes["k"], float(plan.unit)
     shape = {
         "rows": ROWS, "keys": keys, "width": plan.width, "chunk": own.chunk, "part": plan.part, "slots": plan.slots,
-        "query_slots": QUERY_SLOTS, "wide_keys": next_power_of_2(keys), "query_tiles": region.sizes["q"] // ROWS,
+        "query_slots": QUERY_SLOTS, "wide_keys": next_power_of_2(keys), "tiles": region.sizes["q"] // ROWS,
         "rounds": cells_of(region, plan.through), "unit": unit * LOG2_E, "no_key": NO_KEY / unit,
         "has_key_terms": plan.of_keys is not None, "has_ones": plan.has_ones,
         # With 128 columns, products take as long as exponentials. A round takes 9% longer if groups then take turns.

@@ -77,22 +77,27 @@ def bounded(node: Node) -> Node:
 
     Other scores are far below, so such a fill takes the whole row either way.
     """
-    return finished(_bounded(node))
+    known: dict[int, Node] = {}
 
+    def rebuilt(one: Node) -> Steps[Node]:
+        if id(one) not in known:
+            known[id(one)] = yield without_overflow(one)
+        return known[id(one)]
 
-def _bounded(node: Node) -> Steps[Node]:
-    name = getattr(node.primitive, "name", "")
-    if node.kind == "operation" and name in ("select_n", "convert_element_type"):
-        given = node.inputs[1:] if name == "select_n" else node.inputs
-        inputs = []
-        for x in given:
-            inputs.append((yield _bounded(x)))
-        if any(new is not old for new, old in zip(inputs, given, strict=True)):
-            return replace(node, inputs=(*node.inputs[: len(node.inputs) - len(given)], *inputs))
-    fill = _number(node)
-    if fill is None or not _HIGHEST < fill < np.inf:
-        return node
-    return number(np.asarray(_HIGHEST, np.asarray(node.number).dtype))
+    def without_overflow(one: Node) -> Steps[Node]:
+        fill, name = _number(one), getattr(one.primitive, "name", "")
+        if fill is not None and _HIGHEST < fill < np.inf:
+            return number(np.asarray(_HIGHEST, np.asarray(one.number).dtype))
+        if one.kind != "operation" or name not in ("select_n", "convert_element_type"):
+            return one
+        inputs = list(one.inputs)
+        # The first operand of a select is its predicate.
+        for i in range(name == "select_n", len(inputs)):
+            inputs[i] = yield rebuilt(inputs[i])
+        same = all(new is old for new, old in zip(inputs, one.inputs, strict=True))
+        return one if same else replace(one, inputs=tuple(inputs))
+
+    return finished(rebuilt(node))
 
 
 def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:

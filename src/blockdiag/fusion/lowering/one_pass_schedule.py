@@ -101,7 +101,7 @@ def one_pass(region: Region) -> OnePass | None:
         others=others,
         is_shared=is_shared,
         is_bare=is_bare,
-        has_masks=has_masks(region),
+        has_masks=region.once(has_masks),
     )
 
 

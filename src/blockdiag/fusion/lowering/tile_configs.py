@@ -85,7 +85,7 @@ def config_of(region: Region, kind: Kind) -> Config:
         rows, columns, warps, stages = _LINED[kind]
     else:
         has_bias = any(leaf.role in ("score", "distance") for leaf in region.leaves)
-        table = (_BIASED if has_bias else _MASKED if has_masks(region) else _PLAIN)[kind]
+        table = (_BIASED if has_bias else _MASKED if region.once(has_masks) else _PLAIN)[kind]
         width = 512 if min(features, values) > 128 else max(features, values)
         rows, columns, warps, stages = table[next(wide for wide in table if width <= wide)]
         if kind == "forward" and not has_bias and features <= 64 < values <= 128:

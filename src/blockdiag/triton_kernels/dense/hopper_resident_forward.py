@@ -58,6 +58,7 @@ from blockdiag.triton_kernels.parts.resident_tiles import (
     load_slot,
     make_ones,
     partial_sums,
+    share_of,
     wait_slot,
     widened,
 )
@@ -101,7 +102,7 @@ class ResidentShape:
         slots: slots of the ring, which parts of keys and of values share.
         query_slots: slots for tiles of queries, and for key terms.
         wide_keys: `keys`, rounded up to a power of 2.
-        query_tiles: tiles of queries per cell.
+        tiles: tiles of queries per cell.
         rounds: rounds per cell.
         unit: the factor of scores times log2(e), which converts accumulated scores to exponents of 2.
         no_key: an accumulated score is at most this number where a mask hides the key.
@@ -118,7 +119,7 @@ class ResidentShape:
     slots: int
     query_slots: int
     wide_keys: int
-    query_tiles: int
+    tiles: int
     rounds: int
     unit: float
     no_key: float
@@ -176,19 +177,6 @@ class ResidentMemory(NamedTuple):
     terms_full: Any
     bias_full: Any
     turns: Any
-
-
-@gluon.jit
-def share_of(ROUNDS: gl.constexpr, SHAPE: gl.constexpr):
-    """Return the program's tile of queries, its cell, its first round, and the number of its rounds.
-
-    Tiles that read the same arrays run side by side.
-    """
-    SHARES: gl.constexpr = (SHAPE.rounds + ROUNDS - 1) // ROUNDS
-    tile = gl.program_id(0) % SHAPE.query_tiles
-    first = gl.program_id(0) // SHAPE.query_tiles % SHARES * ROUNDS
-    cell = gl.program_id(0) // (SHAPE.query_tiles * SHARES)
-    return tile, cell, first, gl.minimum(ROUNDS, SHAPE.rounds - first)
 
 
 @gluon.jit
@@ -329,8 +317,7 @@ def compute(memory, matrices, arrays, p_log_sum, GROUP: gl.constexpr, ROUNDS: gl
     """Compute the results of 64 queries of each round."""
     HALF: gl.constexpr = SHAPE.rows // 2
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SHAPE.chunk, 16])
-    tile, cell, first_round, count = share_of(ROUNDS, SHAPE)
-    own = FUNCTIONS.own_place(cell)
+    tile, first_round, count, own = share_of(ROUNDS, FUNCTIONS, SHAPE)
     r_q = tile * SHAPE.rows + GROUP * HALF + gl.arange(0, HALF, gl.SliceLayout(1, S))
     mbarrier.wait(memory.bias_full.index(0), 0)
     for number in range(count):
@@ -354,8 +341,7 @@ def load(memory, matrices, arrays, ROUNDS: gl.constexpr, FUNCTIONS: gl.constexpr
     CHUNKS: gl.constexpr = SHAPE.chunks
     WIDE: gl.constexpr = SHAPE.wide_keys
     C: gl.constexpr = gl.BlockedLayout([1, WIDE // 32], [1, 32], [1, 1], [1, 0])
-    tile, cell, first_round, count = share_of(ROUNDS, SHAPE)
-    own = FUNCTIONS.own_place(cell)
+    tile, first_round, count, own = share_of(ROUNDS, FUNCTIONS, SHAPE)
     mbarrier.expect(memory.bias_full.index(0), SHAPE.rows * SHAPE.keys * 2)
     row, column = FUNCTIONS.bias_at(own, tile)
     for chunk in gl.static_range(CHUNKS):
